@@ -1,0 +1,159 @@
+"""What attention adds to its scores: descriptions of a bias, never a length x length tensor.
+
+Every bias here depends on the distance between a query and a key alone, so each class answers one
+question: what is the bias at these distances? `distance` is always key position - query position:
+zero on the diagonal, negative for the past, positive for the future.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Sight = Literal["past", "future", "both"]
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The paper's slopes, one a head, float32 [num_heads].
+
+    For a power of two, 2^(-8h/H) for h = 1..H. Otherwise the slopes of the largest power of two c
+    below H, followed by every second slope of 2c, starting with its first.
+    """
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
+        raise TypeError(f"num_heads must be an int, got {type(num_heads).__name__}")
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+
+    def powers(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * head / count) for head in range(1, count + 1)]
+
+    closest = 2 ** math.floor(math.log2(num_heads))
+    slopes = powers(closest) + powers(2 * closest)[0::2][: num_heads - closest]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearBias:
+    """ALiBi: a penalty that grows linearly with distance, with a slope for each head.
+
+    The bias of a key `d` steps in the past is `-slopes * d`; one `d` steps in the future costs
+    `future * (d - offset)`, with `future = slopes` unless given. `sees` says for each head which way it
+    looks ("past", "future" or "both"; the query's own position is always in sight).
+
+    slopes: [H] or [B, H], positive. A gradient flows to `slopes` and `future` if they ask for one.
+    """
+
+    slopes: Tensor
+    future: Tensor | None = None
+    offset: float = 0.0
+    sees: Sequence[Sight] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("slopes", "future"):
+            value = getattr(self, name)
+            if value is None and name == "future":
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"LinearBias {name} must be a tensor, got {type(value).__name__}")
+            if not value.is_floating_point():
+                raise TypeError(f"LinearBias {name} must be a floating point tensor, got {value.dtype}")
+            if value.dim() not in (1, 2):
+                raise ValueError(
+                    f"LinearBias {name} must be [heads] or [batch, heads], got shape {list(value.shape)}"
+                )
+        if not 0.0 <= self.offset <= 1.0:
+            raise ValueError(f"LinearBias offset must lie in [0, 1], got {self.offset}")
+        if self.sees is not None:
+            strangers = sorted(set(self.sees) - {"past", "future", "both"})
+            if strangers:
+                raise ValueError(
+                    f"LinearBias sees must hold 'past', 'future' or 'both', got {strangers[0]!r}"
+                )
+            if len(self.sees) != self.slopes.shape[-1]:
+                raise ValueError(
+                    f"LinearBias sees must name one direction a head: {self.slopes.shape[-1]} heads, "
+                    f"got {len(self.sees)} entries"
+                )
+            object.__setattr__(self, "sees", tuple(self.sees))
+
+    @classmethod
+    def one_sided(cls, slopes: Tensor) -> LinearBias:
+        """For encoders: the first half of the heads sees the past, the second half the future."""
+        heads = slopes.shape[-1]
+        past = (heads + 1) // 2
+        return cls(slopes, sees=["past"] * past + ["future"] * (heads - past))
+
+    @property
+    def is_causal_only(self) -> bool:
+        """True where nothing is said of the future, so that the description also fits causal attention."""
+        return self.future is None and self.offset == 0.0 and self.sees is None
+
+    # How far from the query the bias stops being the sum of a term of the query and a term of the key.
+    separable_beyond = 0
+
+    def at(self, distance: Tensor, past: Tensor, future: Tensor) -> Tensor:
+        """The bias at `distance` (broadcast against the slopes given, in their dtype)."""
+        ahead = future * (self.offset - distance)
+        return torch.where(distance > 0, ahead, past * distance)
+
+
+@dataclass(frozen=True, eq=False)
+class BucketBias:
+    """T5's bias: one learned number for each head and each bucket of distances.
+
+    table: [num_buckets, H]. Short distances have a bucket each, longer ones share buckets that grow
+    logarithmically up to `max_distance`; everything beyond falls into the last. With `bidirectional`
+    (encoders) half of the buckets serve the future; otherwise the future counts as distance zero.
+    """
+
+    table: Tensor
+    max_distance: int = 128
+    bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Tensor):
+            raise TypeError(f"BucketBias table must be a tensor, got {type(self.table).__name__}")
+        if not self.table.is_floating_point():
+            raise TypeError(f"BucketBias table must be a floating point tensor, got {self.table.dtype}")
+        if self.table.dim() != 2:
+            raise ValueError(
+                f"BucketBias table must be [num_buckets, heads], got shape {list(self.table.shape)}"
+            )
+        buckets = self.table.shape[0]
+        if buckets < 2 or (self.bidirectional and (buckets < 4 or buckets % 2)):
+            least = "an even number of at least 4" if self.bidirectional else "at least 2"
+            raise ValueError(f"BucketBias table needs {least} buckets, got {buckets}")
+        exact = buckets // (4 if self.bidirectional else 2)
+        if self.max_distance <= exact:
+            raise ValueError(
+                f"BucketBias max_distance must exceed the {exact} distances that have a bucket of their own, "
+                f"got {self.max_distance}"
+            )
+
+    @property
+    def separable_beyond(self) -> int:
+        return self.max_distance
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance (int64)."""
+        buckets = self.table.shape[0]
+        offset = torch.zeros_like(distance)
+        if self.bidirectional:
+            buckets //= 2
+            offset = (distance > 0).to(distance.dtype) * buckets
+            steps = distance.abs()
+        else:
+            steps = (-distance).clamp_min(0)
+        exact = buckets // 2
+        # The same float32 arithmetic as the published code, so that borders fall on the same distance.
+        ratio = torch.log(steps.clamp_min(1).float() / exact) / math.log(self.max_distance / exact)
+        coarse = exact + (ratio * (buckets - exact)).to(torch.int64)
+        return offset + torch.where(steps < exact, steps, coarse.clamp_max(buckets - 1))
+
+
+Bias = LinearBias | BucketBias | None

@@ -1,0 +1,23 @@
+"""Attention without any bias: torch's own fused kernels, wherever they say exactly what is asked for."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainshort.attention.problem import Problem
+
+
+def fits(problem: Problem) -> bool:
+    """Whether scaled_dot_product_attention computes this problem, in linear memory."""
+    if problem.bias is not None or problem.q.shape[1] != problem.k.shape[1]:
+        return False
+    if problem.key_padding_mask is not None or problem.cu_seqlens is not None or problem.k.shape[2] == 0:
+        return False
+    return not problem.causal or (problem.q.shape[2] == problem.k.shape[2] and problem.query_start in (None, 0))
+
+
+def attend(problem: Problem) -> Tensor:
+    return F.scaled_dot_product_attention(
+        problem.q, problem.k, problem.v, is_causal=problem.causal, scale=problem.scale
+    )
