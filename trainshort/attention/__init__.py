@@ -113,9 +113,7 @@ def attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    problem = _problem(
-        q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms
-    )
+    problem = _problem(q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     chosen = backend_for(problem.q) if backend == "auto" else backend
     if chosen == "triton":
         raise RuntimeError(_no_triton(problem.q))
@@ -168,9 +166,7 @@ def certified_windows(
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not isinstance(bias, LinearBias):
         raise TypeError(f"bias must be a LinearBias, got {type(bias).__name__}")
-    problem = _problem(
-        q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms
-    )
+    problem = _problem(q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     check_values(problem)
     with torch.no_grad():
         return certified_blocks(problem, block)

@@ -71,9 +71,7 @@ class LinearBias:
         if self.sees is not None:
             strangers = sorted(set(self.sees) - {"past", "future", "both"})
             if strangers:
-                raise ValueError(
-                    f"LinearBias sees must hold 'past', 'future' or 'both', got {strangers[0]!r}"
-                )
+                raise ValueError(f"LinearBias sees must hold 'past', 'future' or 'both', got {strangers[0]!r}")
             if len(self.sees) != self.slopes.shape[-1]:
                 raise ValueError(
                     f"LinearBias sees must name one direction a head: {self.slopes.shape[-1]} heads, "
@@ -86,7 +84,8 @@ class LinearBias:
         """For encoders: the first half of the heads sees the past, the second half the future."""
         heads = slopes.shape[-1]
         past = (heads + 1) // 2
-        return cls(slopes, sees=["past"] * past + ["future"] * (heads - past))
+        sees: list[Sight] = ["past" if head < past else "future" for head in range(heads)]
+        return cls(slopes, sees=sees)
 
     @property
     def is_causal_only(self) -> bool:
@@ -121,9 +120,7 @@ class BucketBias:
         if not self.table.is_floating_point():
             raise TypeError(f"BucketBias table must be a floating point tensor, got {self.table.dtype}")
         if self.table.dim() != 2:
-            raise ValueError(
-                f"BucketBias table must be [num_buckets, heads], got shape {list(self.table.shape)}"
-            )
+            raise ValueError(f"BucketBias table must be [num_buckets, heads], got shape {list(self.table.shape)}")
         buckets = self.table.shape[0]
         if buckets < 2 or (self.bidirectional and (buckets < 4 or buckets % 2)):
             least = "an even number of at least 4" if self.bidirectional else "at least 2"

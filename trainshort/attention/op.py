@@ -214,12 +214,14 @@ def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ..
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError(
-        "trainshort attention has no double backward: use backend='reference' where you need gradients of gradients"
+        "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
     )
 
 
 def _no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise NotImplementedError("trainshort attention has no vmap: it is batched already, over its first two dimensions")
+    raise NotImplementedError(
+        "trainshort attention has no vmap: it is batched already, over its first two dimensions"
+    )
 
 
 blocked_op.register_autograd(_backward, setup_context=_setup)

@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     scores: Tensor | None  # [X, Y, R, W], from the plain engine only
 
 
-class Suspicious(Exception):
+class SuspiciousError(Exception):
     """The fused kernel met numbers for which it does not promise what dense attention gives."""
 
 
@@ -35,9 +35,9 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
         q, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
     # Its fast exponential turns NaN into numbers, and a row of -inf into a sum of one: both show in the lse.
-    if not math.isfinite(lse.sum().item()) or torch.count_nonzero(lse).item() < lse.numel():
-        if not all(torch.isfinite(t).all() for t in (q, k)):
-            raise Suspicious
+    doubtful = not math.isfinite(lse.sum().item()) or torch.count_nonzero(lse).item() < lse.numel()
+    if doubtful and not all(torch.isfinite(t).all() for t in (q, k)):
+        raise SuspiciousError
     return out, lse
 
 
@@ -47,16 +47,15 @@ def fused_backward(
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
     if lanes > 1 or rows % 2 or torch.get_num_threads() == 1:
-        return Gradients(*backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale), None)
+        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+        return Gradients(dq, dk, dv, None)
     # The kernel's threads share lanes, not rows: make two lanes of one.
     halves = (1, 2, rows // 2)
     grad, q, out = (t.reshape(*halves, -1) for t in (grad, q, out))
     if mask is not None:
         mask = mask.reshape(*halves, -1) if mask.shape[2] == rows else mask
     k, v = (t.expand(1, 2, -1, -1) for t in (k, v))
-    dq, dk, dv = backward(
-        grad, q, k, v, out, lse.reshape(halves), 0.0, False, attn_mask=mask, scale=scale
-    )
+    dq, dk, dv = backward(grad, q, k, v, out, lse.reshape(halves), 0.0, False, attn_mask=mask, scale=scale)
     return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True), None)
 
 

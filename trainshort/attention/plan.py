@@ -12,6 +12,7 @@ keys, so that each piece has a finite log-sum-exp and pieces of a query can be m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -29,6 +30,11 @@ class Piece(NamedTuple):
     keys: int
     distance: int  # position of the first key minus position of the first query
     fresh: bool  # no other piece has written these queries yet
+    # A tile of two query blocks holds the keys of both windows; what only one of them visits is hidden from
+    # the other: `hidden_left` keys from the queries after the first `half`, `hidden_right` from those before.
+    half: int = 0
+    hidden_left: int = 0
+    hidden_right: int = 0
 
 
 class Segment(NamedTuple):
@@ -45,7 +51,7 @@ class Segment(NamedTuple):
 class Shape(NamedTuple):
     """How large pieces may get."""
 
-    rows: int  # queries that share a tile, where they share their window: a multiple of BLOCK
+    rows: int  # queries of a tile: a multiple of BLOCK, or less where there are few
     tile_keys: int  # keys of a tile
     strip_rows: int  # queries that share one left or right piece
     side_keys: int  # keys of a left or right piece
@@ -59,25 +65,17 @@ def segments(problem: Problem) -> list[Segment]:
     queries, keys = problem.q.shape[2], problem.k.shape[2]
     if problem.cu_seqlens is not None:
         borders = problem.cu_seqlens.tolist()
-        return [
-            Segment(None, low, high, low, high, 0)
-            for low, high in zip(borders[:-1], borders[1:], strict=True)
-            if high > low
-        ]
+        return [Segment(None, low, high, low, high, 0) for low, high in itertools.pairwise(borders) if high > low]
     start = problem.start
     if problem.key_padding_mask is None and not isinstance(start, Tensor):
         return [Segment(None, 0, queries, 0, keys, start)]
     first, end = (limit.expand(problem.q.shape[0], -1)[:, :1].tolist() for limit in problem.key_runs())
     starts = start.tolist() if isinstance(start, Tensor) else [start] * problem.q.shape[0]
-    if queries == 0:
-        return []
-    return [
-        Segment(row, 0, queries, first[row][0], end[row][0], starts[row]) for row in range(problem.q.shape[0])
-    ]
+    return [Segment(row, 0, queries, first[row][0], end[row][0], starts[row]) for row in range(problem.q.shape[0])]
 
 
-class _Chunk(NamedTuple):
-    """A few queries in a row with the keys they visit."""
+class _Rows(NamedTuple):
+    """Queries in a row that visit the same keys."""
 
     row: int
     end: int
@@ -93,22 +91,27 @@ def cut(
     windows: first and one-past-last key block for each query block, or None to visit all that is in sight.
     beyond: how far from the query the bias becomes separable.
     """
-    rows = shape.rows if windows is None else BLOCK
-    chunks = _chunks(segment, sight, windows, rows)
+    step = shape.rows if windows is None else min(shape.rows, BLOCK)
+    runs = _runs(segment, sight, windows, step)
+    chunks = _paired(runs) if windows is not None and shape.rows >= 2 * BLOCK else [[run] for run in runs]
     pieces: list[Piece] = []
-    together = max(1, shape.strip_rows // rows)
-    for index in range(0, len(chunks), together):
-        _cut_strip(pieces, chunks[index : index + together], segment.shift, beyond, shape)
+    strip: list[list[_Rows]] = []
+    for chunk in chunks:
+        if strip and chunk[-1].end - strip[0][0].row > max(shape.strip_rows, shape.rows):
+            _cut_strip(pieces, strip, segment.shift, beyond, shape)
+            strip = []
+        strip.append(chunk)
+    if strip:
+        _cut_strip(pieces, strip, segment.shift, beyond, shape)
     return pieces
 
 
-def _chunks(
-    segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, rows: int
-) -> list[_Chunk]:
-    chunks = []
+def _runs(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, step: int) -> list[_Rows]:
+    """The segment's queries, at most `step` at a time, with the keys in sight of some of them."""
+    runs = []
     row = segment.row
     while row < segment.row_end:
-        end = min(segment.row_end, (row // rows + 1) * rows)
+        end = min(segment.row_end, (row // step + 1) * step)
         low, high = segment.key, segment.key_end
         if sight == "past":
             high = min(high, end + segment.shift)
@@ -121,64 +124,88 @@ def _chunks(
         first = max(row, low - segment.shift) if sight == "past" else row
         last = min(end, high - segment.shift) if sight == "future" else end
         if low < high and first < last:
-            chunks.append(_Chunk(first, last, low, high))
+            runs.append(_Rows(first, last, low, high))
         row = end
+    return runs
+
+
+def _paired(runs: list[_Rows]) -> list[list[_Rows]]:
+    """Two query blocks at a time, where their windows have most keys in common: larger steps are faster."""
+    chunks: list[list[_Rows]] = []
+    index = 0
+    while index < len(runs):
+        pair = runs[index : index + 2]
+        if len(pair) == 2:
+            one, two = pair
+            exact = one.high - one.low + two.high - two.low
+            union = 2 * (max(one.high, two.high) - min(one.low, two.low))
+            ordered = one.end == two.row and one.low <= two.low and one.high <= two.high
+            if not ordered or union > 1.5 * exact:
+                pair = pair[:1]
+        chunks.append(pair)
+        index += len(pair)
     return chunks
 
 
-def _cut_strip(pieces: list[Piece], chunks: list[_Chunk], shift: int, beyond: int, shape: Shape) -> None:
-    row, end = chunks[0].row, chunks[-1].end
-    left = (max(chunk.low for chunk in chunks), row + shift - beyond)  # keys in the past of all, seen by all
-    right = (end + shift + beyond, min(chunk.high for chunk in chunks))
-    contiguous = all(a.end == b.row for a, b in zip(chunks[:-1], chunks[1:], strict=True))
-    whole = contiguous and all(max(c.low, left[1]) < min(c.high, right[0]) for c in chunks)
-    use_left = whole and left[1] - left[0] >= LEAST_STRIP_KEYS and len(chunks) > 1
-    use_right = whole and right[1] - right[0] >= LEAST_STRIP_KEYS and len(chunks) > 1
-    for chunk in chunks:
-        low, high = chunk.low, chunk.high
-        if use_left:
-            low = max(low, left[1])
-        if use_right:
-            high = min(high, right[0])
-        _cut_chunk(pieces, chunk._replace(low=low, high=high), shift, beyond, shape, fresh=True)
-        if use_left:
-            _sides(pieces, "left", chunk.row, chunk.end, chunk.low, left[0], shift, shape, False)
-        if use_right:
-            _sides(pieces, "right", chunk.row, chunk.end, right[1], chunk.high, shift, shape, False)
+def _cut_strip(pieces: list[Piece], strip: list[list[_Rows]], shift: int, beyond: int, shape: Shape) -> None:
+    """Cut chunks that may share one piece on each side: what all of them visit, far from all of them."""
+    runs = [run for chunk in strip for run in chunk]
+    row, end = runs[0].row, runs[-1].end
+    left = (max(run.low for run in runs), row + shift - beyond)
+    right = (end + shift + beyond, min(run.high for run in runs))
+    contiguous = all(one.end == two.row for one, two in itertools.pairwise(runs))
+    together = len(strip) > 1 and contiguous
+    together = together and all(max(run.low, left[1]) < min(run.high, right[0]) for run in runs)
+    use_left = together and left[1] - left[0] >= LEAST_STRIP_KEYS
+    use_right = together and right[1] - right[0] >= LEAST_STRIP_KEYS
+    for chunk in strip:
+        near = [
+            run._replace(
+                low=max(run.low, left[1]) if use_left else run.low,
+                high=min(run.high, right[0]) if use_right else run.high,
+            )
+            for run in chunk
+        ]
+        _cut_chunk(pieces, near, shift, beyond, shape)
+        for run in chunk:
+            if use_left:
+                _side(pieces, "left", run._replace(high=left[0]), shift, shape, fresh=False)
+            if use_right:
+                _side(pieces, "right", run._replace(low=right[1]), shift, shape, fresh=False)
     if use_left:
-        _sides(pieces, "left", row, end, *left, shift, shape, False)
+        _side(pieces, "left", _Rows(row, end, *left), shift, shape, fresh=False)
     if use_right:
-        _sides(pieces, "right", row, end, *right, shift, shape, False)
+        _side(pieces, "right", _Rows(row, end, *right), shift, shape, fresh=False)
 
 
-def _cut_chunk(
-    pieces: list[Piece], chunk: _Chunk, shift: int, beyond: int, shape: Shape, fresh: bool
-) -> None:
-    row, end, low, high = chunk
-    left, right = low, high
-    if high - low > shape.tile_keys:  # too wide for one tile: what lies to the sides is cheaper anyway
-        left = min(max(low, row + shift - beyond), high)
-        right = max(min(high, end + shift + beyond), left)
-    if left < right:
-        pieces.append(Piece("tile", row, end - row, left, right - left, left - row - shift, fresh))
-        fresh = False
-    fresh = _sides(pieces, "left", row, end, low, left, shift, shape, fresh)
-    _sides(pieces, "right", row, end, right, high, shift, shape, fresh)
+def _cut_chunk(pieces: list[Piece], chunk: list[_Rows], shift: int, beyond: int, shape: Shape) -> None:
+    """One tile for the keys around a chunk; where its window is too wide for that, sides beside it."""
+    row, end = chunk[0].row, chunk[-1].end
+    low, high = min(run.low for run in chunk), max(run.high for run in chunk)
+    if high - low <= shape.tile_keys:
+        tile = Piece("tile", row, end - row, low, high - low, low - row - shift, True)
+        if len(chunk) == 2:
+            one, two = chunk
+            tile = tile._replace(half=one.end - one.row, hidden_left=two.low - low, hidden_right=high - one.high)
+        pieces.append(tile)
+        return
+    for run in chunk:
+        middle_low = min(max(run.low, run.row + shift - beyond), run.high)
+        middle_high = max(min(run.high, run.end + shift + beyond), middle_low)
+        fresh = middle_low >= middle_high
+        if not fresh:
+            keys, distance = middle_high - middle_low, middle_low - run.row - shift
+            pieces.append(Piece("tile", run.row, run.end - run.row, middle_low, keys, distance, True))
+        fresh = _side(pieces, "left", run._replace(high=middle_low), shift, shape, fresh)
+        _side(pieces, "right", run._replace(low=middle_high), shift, shape, fresh)
 
 
-def _sides(
-    pieces: list[Piece],
-    kind: Literal["left", "right"],
-    row: int,
-    end: int,
-    low: int,
-    high: int,
-    shift: int,
-    shape: Shape,
-    fresh: bool,
+def _side(
+    pieces: list[Piece], kind: Literal["left", "right"], run: _Rows, shift: int, shape: Shape, fresh: bool
 ) -> bool:
-    for key in range(low, high, shape.side_keys):
-        keys = min(shape.side_keys, high - key)
-        pieces.append(Piece(kind, row, end - row, key, keys, key - row - shift, fresh))
+    """Pieces of one side, none where it is empty. Returns whether these queries are still unwritten."""
+    for key in range(run.low, run.high, shape.side_keys):
+        keys = min(shape.side_keys, run.high - key)
+        pieces.append(Piece(kind, run.row, run.end - run.row, key, keys, key - run.row - shift, fresh))
         fresh = False
     return fresh

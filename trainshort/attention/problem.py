@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +54,10 @@ class Problem:
     @property
     def sights(self) -> tuple[Sight, ...]:
         """Which way each head looks."""
-        heads = self.q.shape[1]
-        if self.causal:
-            return ("past",) * heads
-        if isinstance(self.bias, LinearBias) and self.bias.sees is not None:
+        if not self.causal and isinstance(self.bias, LinearBias) and self.bias.sees is not None:
             return tuple(self.bias.sees)
-        return ("both",) * heads
+        sight: Sight = "past" if self.causal else "both"
+        return (sight,) * self.q.shape[1]
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -161,27 +160,20 @@ def check_shapes(problem: Problem) -> None:
         if problem.bias.table.device != q.device:
             raise ValueError(f"the table must be on q's device {q.device}, got {problem.bias.table.device}")
         if problem.bias.table.shape[1] != heads:
-            raise ValueError(
-                f"the table must be [num_buckets, {heads}] for this q, got {_shape(problem.bias.table)}"
-            )
+            raise ValueError(f"the table must be [num_buckets, {heads}] for this q, got {_shape(problem.bias.table)}")
     elif problem.bias is not None:
-        raise TypeError(
-            f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}"
-        )
+        raise TypeError(f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}")
     _check_number("scale", problem.scale)
     _check_number("tolerance", problem.tolerance)
     if not 0.0 <= problem.tolerance < 1.0:
-        raise ValueError(
-            f"tolerance must lie in [0, 1): the softmax mass a query may skip; got {problem.tolerance}"
-        )
+        raise ValueError(f"tolerance must lie in [0, 1): the softmax mass a query may skip; got {problem.tolerance}")
     _check_padding_shape(problem, batch, keys)
     _check_packing_shape(problem, batch, queries, keys)
     start = problem.query_start
     if isinstance(start, Tensor):
         if start.dtype not in (torch.int32, torch.int64) or tuple(start.shape) != (batch,):
             raise ValueError(
-                f"query_start must be an int or an int32 or int64 tensor [{batch}], "
-                f"got {start.dtype} {_shape(start)}"
+                f"query_start must be an int or an int32 or int64 tensor [{batch}], got {start.dtype} {_shape(start)}"
             )
         if start.device != q.device:
             raise ValueError(f"query_start must be on q's device {q.device}, got {start.device}")
@@ -260,8 +252,10 @@ def check_values(problem: Problem) -> None:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
         _require(
             edges <= 2,
-            lambda: "key_padding_mask must be one contiguous run of True a row (left or right padding): "
-            f"row {int((edges > 2).nonzero()[0])} has a hole",
+            lambda: (
+                "key_padding_mask must be one contiguous run of True a row (left or right padding): "
+                f"row {int((edges > 2).nonzero()[0])} has a hole"
+            ),
         )
     borders = problem.cu_seqlens
     if borders is not None:
@@ -269,8 +263,10 @@ def check_values(problem: Problem) -> None:
         good = (borders[:1] == 0).all() & (borders[-1:] == total).all() & (borders.diff() >= 0).all()
         _require(
             good,
-            lambda: f"cu_seqlens must start at 0, never go down and end at the length {total}, "
-            f"got {borders.tolist()[:8]}{' ...' if len(borders) > 8 else ''}",
+            lambda: (
+                f"cu_seqlens must start at 0, never go down and end at the length {total}, "
+                f"got {borders.tolist()[:8]}{' ...' if len(borders) > 8 else ''}"
+            ),
         )
 
 
@@ -279,7 +275,7 @@ def _worst(slopes: Tensor) -> float:
     return float(slopes.detach()[bad][0])
 
 
-def _require(good: Tensor, message) -> None:
+def _require(good: Tensor, message: Callable[[], str]) -> None:
     if good.device.type == "cpu":
         if not bool(good.all()):
             raise ValueError(message())

@@ -57,11 +57,7 @@ def visible(problem: Problem) -> Tensor:
         return in_run & (key <= position)
     looks_back = torch.tensor([sight != "future" for sight in problem.sights], device=key.device)
     looks_ahead = torch.tensor([sight != "past" for sight in problem.sights], device=key.device)
-    return (
-        in_run
-        & (looks_back[:, None, None] | (key >= position))
-        & (looks_ahead[:, None, None] | (key <= position))
-    )
+    return in_run & (looks_back[:, None, None] | (key >= position)) & (looks_ahead[:, None, None] | (key <= position))
 
 
 def bias_matrix(problem: Problem, dtype: torch.dtype) -> Tensor | float:

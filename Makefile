@@ -1,0 +1,36 @@
+# Everything runs in .venv, which is made on first use and again when the dependencies change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test test-all check format bench clean
+
+test: $(READY)  ## the tests, under twelve minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)  ## the long tests too
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/check_wheel.py
+
+format: $(READY)  ## put the code into its standard form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## attention on this machine's CPU, beside what torch offers
+	$(BIN)/python benchmarks/attention_cpu.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainshort needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,135 @@
+"""How wrong a backend may be: derived from what dense attention loses itself in the same number format.
+
+For the output and for each gradient, head by head, in the Euclidean norm:
+
+    allowed = FACTOR * (loss + unit * magnitude) + skipping
+
+loss        what dense attention with float32 arithmetic and results in the inputs' dtype is away from float64, on
+            the same inputs. For float64 inputs: the same measurement on the inputs rounded to float32, times 2^-29.
+unit        the unit roundoff of the arithmetic, and magnitude the same sums with every term taken absolute: an
+            error that no order of summation can promise to avoid, where `loss` happens to be small by luck.
+skipping    what leaving out a softmax mass of `tolerance` can cost at most (design: "What the skip can cost").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.attention.dense import LEAVES, Case, Results, dense, distances, exact, in_sight, native, t5_bucket
+
+FACTOR = 3.0
+BY_HEAD = ("out", "q", "k", "v")
+
+
+def size(name: str, tensor: Tensor) -> Tensor:
+    """The norm of a result: [B, H] for what has heads, a single number for the rest."""
+    tensor = tensor.double()
+    return tensor.flatten(2).norm(dim=-1) if name in BY_HEAD else tensor.norm()
+
+
+def error_budget(case: Case, keep: Tensor | None = None, skipping: bool = True) -> Results:
+    """The allowed size of the error of each result. keep: the set of pairs that is meant to be computed."""
+    measured, unit, shrink = case, 2.0**-24, 1.0
+    if case.q.dtype == torch.float64:
+        shrink = 2.0**-29
+        unit = 2.0**-53
+        rounded = {n: getattr(case, n).float() for n in LEAVES if getattr(case, n) is not None}
+        measured = replace(case, **rounded)
+    truth, lossy = exact(measured, keep), native(measured, keep)
+    terms = magnitudes(case, keep)
+    costs = skipping_costs(case) if skipping and case.may_skip else {}
+    allowed = {}
+    for name in truth:
+        loss = size(name, lossy[name].double() - truth[name]) * shrink
+        allowed[name] = FACTOR * (loss + unit * size(name, terms[name])) + costs.get(name, 0.0)
+    return allowed
+
+
+def magnitudes(case: Case, keep: Tensor | None) -> Results:
+    """Every result with the terms of its sums taken absolute, in float64."""
+    group = case.q.shape[1] // case.k.shape[1]
+    seen = in_sight(case) if keep is None else in_sight(case) & keep
+    looked_at = in_sight(case).any(2).any(1)[:, None, :, None]
+    q, upstream = case.q.double().abs(), case.upstream().double().abs()
+    k, v = (
+        t.double().abs().masked_fill(~looked_at, 0.0).repeat_interleave(group, dim=1) for t in (case.k, case.v)
+    )
+    weights = dense(case, torch.float64, keep)[1]
+    dweights = upstream @ v.transpose(-2, -1)
+    dscores = weights * (dweights + (weights * dweights).sum(-1, keepdim=True)) * seen
+    scale = abs(case.true_scale)
+    terms = {
+        "out": weights @ v,
+        "q": dscores @ k * scale,
+        "k": (dscores.transpose(-2, -1) @ q * scale).unflatten(1, (-1, group)).sum(2),
+        "v": (weights.transpose(-2, -1) @ upstream).unflatten(1, (-1, group)).sum(2),
+    }
+    distance = distances(case)[:, None]
+    if case.slopes is not None:
+        steps = torch.where(distance > 0, distance - case.offset, -distance.double())
+        if case.future is None:
+            terms["slopes"] = _fold((dscores * steps).sum((-2, -1)), case.slopes)
+        else:
+            terms["slopes"] = _fold((dscores * steps * (distance <= 0)).sum((-2, -1)), case.slopes)
+            terms["future"] = _fold((dscores * steps * (distance > 0)).sum((-2, -1)), case.future)
+    if case.table is not None:
+        bucket = t5_bucket(distance[:, 0], case.table.shape[0], case.max_distance, case.bidirectional)
+        bucket = bucket.expand(case.q.shape[0], -1, -1).flatten()
+        by_pair = dscores.movedim(1, -1).flatten(0, 2)  # [B * Tq * Tk, H]
+        terms["table"] = torch.zeros_like(case.table, dtype=torch.float64).index_add_(0, bucket, by_pair)
+    return terms
+
+
+def skipping_costs(case: Case) -> Results:
+    """The largest size of the change of each result when every query skips a mass of `tolerance`."""
+    group = case.q.shape[1] // case.k.shape[1]
+    seen = in_sight(case)
+    looked_at = seen.any(2).any(1)[:, None, :, None]
+    k, v = (t.double().masked_fill(~looked_at, 0.0).repeat_interleave(group, dim=1) for t in (case.k, case.v))
+    diameter = 2.0 * (v - v.mean(2, keepdim=True)).norm(dim=-1).amax(-1)  # [B, H], at least the true one
+    query, upstream = case.q.double().norm(dim=-1), case.upstream().double().norm(dim=-1)  # [B, H, Tq]
+    longest = k.norm(dim=-1).amax(-1)
+    furthest = float((distances(case)[:, None] * seen).abs().max())
+    mass, scale = case.may_skip, abs(case.true_scale)
+    dscores = 3.0 * mass * diameter[..., None] * upstream  # [B, H, Tq]: the sum over keys
+    costs = {
+        "out": mass * diameter * case.q.shape[2] ** 0.5,
+        "q": scale * longest * dscores.norm(dim=-1),
+        "k": (scale * dscores * query).sum(-1).unflatten(1, (-1, group)).sum(2),
+        "v": (2.0 * mass * upstream).sum(-1).unflatten(1, (-1, group)).sum(2),
+        "slopes": dscores.sum() * furthest,
+        "future": dscores.sum() * furthest,
+    }
+    return costs
+
+
+def _fold(gradient: Tensor, like: Tensor) -> Tensor:
+    return gradient if like.dim() == 2 else gradient.sum(0)
+
+
+def excess(results: Results, truth: Results, allowed: Results) -> dict[str, float]:
+    """For each result the largest error as a multiple of what is allowed; above 1 is too much."""
+    return {
+        name: float(_ratio(size(name, results[name].double() - truth[name]), allowed[name]).max())
+        for name in truth
+        if truth[name].numel()
+    }
+
+
+def _ratio(error: Tensor, allowed: Tensor) -> Tensor:
+    ratio = torch.where(error == 0, 0.0, error / allowed)
+    return torch.where(torch.isnan(ratio), torch.inf, ratio)
+
+
+def assert_within_budget(results: Results, case: Case) -> None:
+    """Output and every gradient agree with float64 dense attention as well as the number format allows."""
+    truth = exact(case)
+    assert results.keys() == truth.keys()
+    for name, tensor in results.items():
+        like = case.q if name == "out" else getattr(case, name)
+        assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), name
+    too_much = {name: x for name, x in excess(results, truth, error_budget(case)).items() if not x <= 1.0}
+    assert not too_much, f"errors as multiples of what is allowed: {too_much}"

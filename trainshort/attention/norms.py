@@ -1,0 +1,80 @@
+"""Lengths of queries and keys: what certified windows are proved from.
+
+Bounds are from above, with slack for the rounding of the sums: a length that is not known counts as infinite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainshort.attention.problem import BLOCK, Problem
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Lengths of the rows, in at least float32."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    return torch.linalg.vectorrow_norms(rows, dim=-1, dtype=dtype)
+
+
+def center_of(problem: Problem) -> Tensor | None:
+    """A vector to take from every key, [B, Hkv, D]: the mean of a sample where that makes them shorter.
+
+    Any vector is sound. Keys of trained models share a large common part, which says nothing of where
+    attention goes and would only widen the windows.
+    """
+    k = problem.k
+    if problem.key_norms is not None:
+        return None  # the norms given are those of the keys as they are
+    step = max(1, k.shape[2] // 64)
+    sample = k[:, :, ::step].to(torch.float32 if k.dtype != torch.float64 else k.dtype)  # [B, Hkv, S, D]
+    real = real_keys(problem)
+    if real is not None:
+        sample = sample.masked_fill(~real[:, None, ::step, None], 0.0)
+    mean = sample.mean(2)
+    shorter = row_norms(sample - mean[:, :, None]).sum(-1) < 0.9 * row_norms(sample).sum(-1)
+    if k.device.type == "cpu" and not bool(shorter.any()):
+        return None
+    return torch.where(shorter[..., None] & torch.isfinite(mean), mean, 0.0)
+
+
+def real_keys(problem: Problem) -> Tensor | None:
+    """Keys that some query may see: bool [B or 1, Tk], or None where that is all of them."""
+    mask = problem.key_padding_mask
+    keys, queries = problem.k.shape[2], problem.q.shape[2]
+    start = problem.start
+    if not problem.causal or (isinstance(start, int) and start + queries >= keys):
+        return mask
+    index = torch.arange(keys, device=problem.k.device)
+    written = index <= problem.positions()[:, -1:]
+    return written if mask is None else mask & written
+
+
+def key_norms_of(problem: Problem, center: Tensor | None, slack: float) -> Tensor:
+    """Upper bounds of ‖k_j - c‖: [B, Hkv, Tk], -inf for keys that nobody sees."""
+    k, given = problem.k, problem.key_norms
+    keys = k.shape[2]
+    if given is not None:
+        norms = given.detach().to(torch.float64 if k.dtype == torch.float64 else torch.float32)
+        if norms.dim() == 2:
+            norms = norms[..., None].expand(-1, -1, keys)
+        elif norms.shape[2] != keys:
+            norms = norms.repeat_interleave(BLOCK, dim=2)[:, :, :keys]
+        norms = norms * slack
+    elif center is None:
+        norms = row_norms(k) * slack
+    else:
+        length = row_norms(k)
+        shift = row_norms(center)[..., None]
+        overlap = (k.to(center.dtype) @ center[..., None])[..., 0]
+        # ‖k - c‖² = ‖k‖² - 2 k.c + ‖c‖², whose rounding is at most (D + 4) 2^-23 (‖k‖ + ‖c‖)².
+        square = length * length - 2.0 * overlap + shift * shift
+        rounding = (slack - 1.0) * (length + shift) ** 2
+        centered = torch.sqrt(square.clamp_min(0.0) + rounding) * slack
+        norms = torch.where(shift > 0, centered, length * slack)
+        norms = torch.where(torch.isfinite(length), norms, math.inf)
+    norms = torch.where(torch.isnan(norms), math.inf, norms)
+    real = real_keys(problem)
+    return norms if real is None else norms.masked_fill(~real[:, None], -math.inf)
