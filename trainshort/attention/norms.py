@@ -16,7 +16,7 @@ from trainshort.attention.problem import BLOCK, Problem
 def row_norms(rows: Tensor) -> Tensor:
     """Lengths of the rows, in at least float32."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return torch.linalg.vectorrow_norms(rows, dim=-1, dtype=dtype)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype)
 
 
 def center_of(problem: Problem) -> Tensor | None:

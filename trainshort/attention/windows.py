@@ -30,9 +30,6 @@ from trainshort.attention.near import near_score
 from trainshort.attention.norms import center_of, key_norms_of, row_norms
 from trainshort.attention.problem import BLOCK, Problem
 
-    32,
-    256,
-)  # how many near keys are averaged, multiples of NEAR: short for steep slopes, long for gentle ones
 QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
 FAR = 2**40  # beyond every key and every block, and exact in a double
 HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to add to
