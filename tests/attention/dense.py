@@ -99,15 +99,16 @@ class Case:
 
 def differentiate(case: Case, forward: Callable[[Case], Tensor], dtype: torch.dtype | None = None) -> Results:
     """Output and all gradients of `forward`, with the case's tensors converted to `dtype` first, if given."""
-    leaves = {}
-    for name in LEAVES:
-        tensor = getattr(case, name)
-        if tensor is not None:
-            leaves[name] = tensor.detach().to(dtype or tensor.dtype).requires_grad_()
+    leaves = _leaves(case, dtype)
     out = forward(replace(case, **leaves))
     upstream = case.upstream().to(out.dtype)
     gradients = torch.autograd.grad(out, list(leaves.values()), upstream, materialize_grads=True)
     return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _leaves(case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    found = {name: getattr(case, name) for name in LEAVES if getattr(case, name) is not None}
+    return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in found.items()}
 
 
 def exact(case: Case, keep: Tensor | None = None) -> Results:
@@ -116,24 +117,50 @@ def exact(case: Case, keep: Tensor | None = None) -> Results:
 
 
 def native(case: Case, keep: Tensor | None = None) -> Results:
-    """Everything in float32, results rounded to the dtype of the inputs: what the format loses by itself."""
-    return differentiate(case, lambda c: dense(c, torch.float32, keep)[0].to(c.q.dtype))
+    """Everything in float32, results rounded to the dtype of the inputs: what the format loses by itself.
+
+    The backward pass is the usual one, dscore = weight * (dweight - dout . out), with `out` as it was returned.
+    """
+    leaves = _leaves(case)
+    case = replace(case, **leaves)
+    scores, blind = scores_of(case, torch.float32, keep)
+    weights = torch.softmax(scores.detach(), dim=-1).masked_fill(blind, 0.0)
+    value = values_of(case, torch.float32)
+    upstream = case.upstream().float()
+    rounded = (weights @ value).to(case.q.dtype).detach()
+    dweights = upstream @ value.detach().transpose(-2, -1)
+    dscores = weights * (dweights - (upstream * rounded.float()).sum(-1, keepdim=True))
+    others = [name for name in leaves if name != "v"]
+    gradients = torch.autograd.grad(scores, [leaves[name] for name in others], dscores, materialize_grads=True)
+    (dvalue,) = torch.autograd.grad(weights @ value, [leaves["v"]], upstream)
+    return {"out": rounded, "v": dvalue, **dict(zip(others, gradients, strict=True))}
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, D] and softmax weights [B, H, Tq, Tk]. keep: bool [B, H, Tq, Tk], all in sight if None."""
-    seen = in_sight(case)
-    looked_at = seen.any(2).any(1)[:, None, :, None]  # [B, 1, Tk, 1]: a key that nobody sees holds nothing
-    group = case.q.shape[1] // case.k.shape[1]
-    k = case.k.to(dtype).masked_fill(~looked_at, 0.0).repeat_interleave(group, dim=1)
-    v = case.v.to(dtype).masked_fill(~looked_at, 0.0).repeat_interleave(group, dim=1)
-    if keep is not None:
-        seen = seen & keep
-    scores = case.true_scale * (case.q.to(dtype) @ k.transpose(-2, -1)) + bias_of(case, dtype)
-    blind = ~seen.any(-1, keepdim=True)  # sees nothing: zeros
-    scores = scores.masked_fill(~seen, -math.inf).masked_fill(blind, 0.0)
+    scores, blind = scores_of(case, dtype, keep)
     weights = torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
-    return weights @ v, weights
+    return weights @ values_of(case, dtype), weights
+
+
+def scores_of(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scores [B, H, Tq, Tk], and which queries see nothing [B, H, Tq, 1]: their scores are 0."""
+    seen = in_sight(case) if keep is None else in_sight(case) & keep
+    blind = ~seen.any(-1, keepdim=True)
+    k = _looked_at(case, case.k.to(dtype))
+    scores = case.true_scale * (case.q.to(dtype) @ k.transpose(-2, -1)) + bias_of(case, dtype)
+    return scores.masked_fill(~seen, -math.inf).masked_fill(blind, 0.0), blind
+
+
+def values_of(case: Case, dtype: torch.dtype) -> Tensor:
+    """One value for each query head and key, [B, H, Tk, D]."""
+    return _looked_at(case, case.v.to(dtype))
+
+
+def _looked_at(case: Case, keys: Tensor) -> Tensor:
+    """Repeated for the heads of a group, and zero where nobody looks: what stands there does not count."""
+    seen = in_sight(case).any(2).any(1)[:, None, :, None]  # [B, 1, Tk, 1]
+    return keys.masked_fill(~seen, 0.0).repeat_interleave(case.q.shape[1] // keys.shape[1], dim=1)
 
 
 def distances(case: Case) -> Tensor:

@@ -257,8 +257,8 @@ class _Run:
             )
             for target, lanes in call.query_targets(dq):
                 _put(target, gradients.q[:, lanes], store_queries)
-            for total, lanes in ((dk, gradients.k), (dv, gradients.v)):
-                for target, part in call.key_targets(total, lanes):
+            for total, parts in ((dk, gradients.k), (dv, gradients.v)):
+                for target, part in call.key_targets(total, parts):
                     _put(target, part, store_keys and call is calls[0])
             if want_bias and gradients.scores is not None:
                 for rows, heads, scores in call.by_head(gradients.scores):

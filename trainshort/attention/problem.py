@@ -243,10 +243,9 @@ def _check_key_norms_shape(norms: Tensor, k: Tensor) -> None:
 def check_values(problem: Problem) -> None:
     """What only the contents can tell: positive slopes, no holes in the padding, borders in order."""
     if isinstance(problem.bias, LinearBias):
-        for name, slopes in (("slopes", problem.bias.slopes), ("future", problem.bias.future)):
-            if slopes is not None:
-                good = (slopes > 0) & torch.isfinite(slopes)
-                _require(good, lambda s=slopes, n=name: f"{n} must be positive and finite, got {_worst(s)}")
+        _require_positive("slopes", problem.bias.slopes)
+        if problem.bias.future is not None:
+            _require_positive("future", problem.bias.future)
     mask = problem.key_padding_mask
     if mask is not None and mask.shape[1] > 1:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
@@ -270,9 +269,9 @@ def check_values(problem: Problem) -> None:
         )
 
 
-def _worst(slopes: Tensor) -> float:
-    bad = ~((slopes > 0) & torch.isfinite(slopes))
-    return float(slopes.detach()[bad][0])
+def _require_positive(name: str, slopes: Tensor) -> None:
+    good = (slopes > 0) & torch.isfinite(slopes)
+    _require(good, lambda: f"{name} must be positive and finite, got {float(slopes.detach()[~good][0])}")
 
 
 def _require(good: Tensor, message: Callable[[], str]) -> None:

@@ -1,0 +1,61 @@
+"""Write the tables of README and docs from the measured data beside this script.
+
+    python benchmarks/tables.py            # rewrite the tables in place
+    python benchmarks/tables.py --check    # fail if one is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGES = ("README.md", "docs/attention.md")
+MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def attention_cpu() -> str:
+    data = json.loads((RESULTS / "attention_cpu.json").read_text())
+    names = {"normal": "random normal", "tolerance 0": "tolerance 0", "outlier": "a huge key at the start"}
+    lines = [
+        "| length | inputs | key blocks kept | forward | forward + backward | error, of the baseline's |",
+        "| ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        both = f"{record['both_speedup']:.2f}×" if "both_speedup" in record else "–"
+        error = record["error"]["ours"] / record["error"]["baseline"]
+        lines.append(
+            f"| {record['length']:,} | {names[record['kind']]} | {record['kept']:.1%} | "
+            f"**{record['forward_speedup']:.2f}×** | **{both}** | {error:.3f} |"
+        )
+    about = data["about"]
+    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, commit {about['commit']}."]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"attention_cpu": attention_cpu}
+
+
+def filled(text: str) -> str:
+    return MARK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+def main() -> None:
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        before = path.read_text()
+        after = filled(before)
+        if before != after:
+            stale.append(page)
+            if "--check" not in sys.argv:
+                path.write_text(after)
+    if stale and "--check" in sys.argv:
+        sys.exit(f"out of date: {', '.join(stale)}; run python benchmarks/tables.py")
+
+
+if __name__ == "__main__":
+    main()
