@@ -99,17 +99,21 @@ class _Run:
         return tensor if rows_apart else tensor.contiguous()
 
     def _shape(self) -> Shape:
-        """Pieces whose bias and scores never outgrow the inputs, whatever the length."""
-        if not self.fused:
-            keys = max(BLOCK, self.queries * self.dim // BLOCK)
-            return Shape(BLOCK, keys, BLOCK, keys)
+        """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
         length = max(self.queries, self.k.shape[2], 1)
-        rows = TILE_ROWS if length > BLOCK else BLOCK // 2  # two steps of a short row follow its diagonal
+        if not self.fused:
+            share = max(self.queries * self.dim, length * length // (8 * self.batch * self.heads))  # scores of a lane
+            rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= share), 16)
+            keys = max(rows, share // rows)
+            return Shape(rows, keys, rows, keys)
+        share = max(self.batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
+        rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= share), 32)
+        if length <= BLOCK:
+            rows = min(rows, BLOCK // 2)  # two steps of a short row follow its diagonal
         if rows > BLOCK and not math.isfinite(self.v.sum().item()):
             rows = BLOCK  # 0 * inf is not 0: keep what a query block does not visit out of its pieces
-        keys = max(self.batch * self.queries * self.dim, length * length // 8) // TILE_ROWS
-        keys = max(min(keys, LARGEST_TILE) // TILE_ROWS, 1) * TILE_ROWS
-        return Shape(rows, keys, min(STRIP_ROWS, keys), length)
+        keys = max(min(share // rows - rows, LARGEST_TILE) // rows, 1) * rows
+        return Shape(rows, keys, max(rows, min(STRIP_ROWS, keys)), length)
 
     # Which calls
 
@@ -124,7 +128,8 @@ class _Run:
     def _together(self, whole: list[bool]) -> Iterator[Together]:
         """Heads that visit everything, as many at a time as a bias tile no larger than q allows."""
         sights = self.problem.sights
-        most = max(1, self.q.numel() // (TILE_ROWS * max(1, min(self.shape.tile_keys, self.k.shape[2]))))
+        width = min(self.shape.tile_keys, self.k.shape[2]) + self.shape.rows
+        most = max(1, self.q.numel() // (self.shape.rows * width))
         head = 0
         while head < self.heads:
             end = head + 1

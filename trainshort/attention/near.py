@@ -116,8 +116,9 @@ def _nearest_score(problem: Problem, center: Tensor | None, dtype: torch.dtype) 
     group = problem.q.shape[1] // problem.k.shape[1]
     past, future = (slope[..., None, None] for slope in problem.slopes(dtype))
     columns = []
-    for piece in range(0, queries, 2048):
-        rows = slice(piece, piece + 2048)
+    at_once = 1024 // width
+    for piece in range(0, queries, at_once):
+        rows = slice(piece, piece + at_once)
         index = anchor[:, rows, None] - torch.arange(width, device=anchor.device)  # [B or 1, T, W]
         inside = (index >= first[:, rows, None]) & (index < end[:, rows, None])
         index = index.expand(problem.q.shape[0], -1, -1)

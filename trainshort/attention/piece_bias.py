@@ -41,11 +41,12 @@ class PieceBias:
         distance = torch.arange(self.line_start, line_end, device=problem.q.device)
         self.line = self._line(problem, distance, dtype)  # [B or 1, H, distances]
         self._tiles: dict[tuple[int, int, int, int], Tensor] = {}
-        self._dpast = problem.q.new_zeros((self.batch, self.heads), dtype=torch.float64)
+        self._wide = torch.float32 if problem.q.device.type == "mps" else torch.float64  # for long sums
+        self._dpast = problem.q.new_zeros((self.batch, self.heads), dtype=self._wide)
         self._dfuture = torch.zeros_like(self._dpast)
         self._dtable = None
         if isinstance(self.bias, BucketBias):
-            self._dtable = torch.zeros_like(self.bias.table, dtype=torch.float64)
+            self._dtable = torch.zeros_like(self.bias.table, dtype=self._wide)
 
     def _line(self, problem: Problem, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(self.bias, BucketBias):
@@ -109,7 +110,7 @@ class PieceBias:
 
     def add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
         """Take in the gradients of a piece's scores, [rows, heads, R, W]."""
-        by_distance = sums_by_distance(scores).double()  # [rows, heads, W + R - 1]
+        by_distance = sums_by_distance(scores).to(self._wide)  # [rows, heads, W + R - 1]
         first = piece.distance - piece.rows + 1
         distance = torch.arange(first, piece.distance + piece.keys, device=scores.device)
         if isinstance(self.bias, LinearBias):

@@ -14,7 +14,11 @@ def fits(problem: Problem) -> bool:
         return False
     if problem.key_padding_mask is not None or problem.cu_seqlens is not None or problem.k.shape[2] == 0:
         return False
-    return not problem.causal or (problem.q.shape[2] == problem.k.shape[2] and problem.query_start in (None, 0))
+    if not problem.causal:
+        return True
+    start = problem.query_start
+    square = problem.q.shape[2] == problem.k.shape[2]
+    return square and (start is None or (not isinstance(start, Tensor) and start == 0))
 
 
 def attend(problem: Problem) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,20 @@ class Problem:
     @property
     def accumulate_dtype(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def to(self, device: str) -> Problem:
+        """The same problem with every tensor on another device."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        bias = self.bias
+        if isinstance(bias, LinearBias):
+            bias = replace(bias, slopes=move(bias.slopes), future=move(bias.future))
+        elif isinstance(bias, BucketBias):
+            bias = replace(bias, table=move(bias.table))
+        moved = {field.name: move(getattr(self, field.name)) for field in fields(self)}
+        return Problem(**{**moved, "bias": bias})
 
     def slopes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The slopes of past and future, each [B or 1, H]. Zero where there is no linear bias."""
@@ -251,10 +266,8 @@ def check_values(problem: Problem) -> None:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
         _require(
             edges <= 2,
-            lambda: (
-                "key_padding_mask must be one contiguous run of True a row (left or right padding): "
-                f"row {int((edges > 2).nonzero()[0])} has a hole"
-            ),
+            "key_padding_mask must be one contiguous run of True a row (left or right padding)",
+            lambda: f": row {int((edges > 2).nonzero()[0])} has a hole",
         )
     borders = problem.cu_seqlens
     if borders is not None:
@@ -262,21 +275,19 @@ def check_values(problem: Problem) -> None:
         good = (borders[:1] == 0).all() & (borders[-1:] == total).all() & (borders.diff() >= 0).all()
         _require(
             good,
-            lambda: (
-                f"cu_seqlens must start at 0, never go down and end at the length {total}, "
-                f"got {borders.tolist()[:8]}{' ...' if len(borders) > 8 else ''}"
-            ),
+            f"cu_seqlens must start at 0, never go down and end at the length {total}",
+            lambda: f", got {borders.tolist()[:8]}{' ...' if len(borders) > 8 else ''}",
         )
 
 
 def _require_positive(name: str, slopes: Tensor) -> None:
     good = (slopes > 0) & torch.isfinite(slopes)
-    _require(good, lambda: f"{name} must be positive and finite, got {float(slopes.detach()[~good][0])}")
+    _require(good, f"{name} must be positive and finite", lambda: f", got {float(slopes.detach()[~good][0])}")
 
 
-def _require(good: Tensor, message: Callable[[], str]) -> None:
+def _require(good: Tensor, what: str, came: Callable[[], str]) -> None:
     if good.device.type == "cpu":
         if not bool(good.all()):
-            raise ValueError(message())
-    else:
-        torch._assert_async(good.all())
+            raise ValueError(f"{what}{came()}")
+    elif good.device.type == "cuda":
+        torch._assert_async(good.all(), what)

@@ -37,6 +37,8 @@ HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to
 
 def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
     """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
+    if problem.q.device.type == "mps":  # has no float64, which the tables need
+        return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
     low, high = visible_blocks(problem, block)  # [B, H, query blocks]
     empty = high <= low
     heads = promising_heads(problem, block)

@@ -1,0 +1,89 @@
+"""Imports go one way, and `import trainshort` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainshort
+
+PACKAGE = Path(trainshort.__file__).parent
+LAYERS = ["attention", "positions", "models", "data", "training", "evaluation", "experiments", "cli"]
+BESIDE = {"training": {"evaluation"}, "data": {"attention", "positions", "models"}}
+
+
+def imported_layers(path: Path) -> set[str]:
+    """The layers of trainshort that a file imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the direction"
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("trainshort.")}
+    return found
+
+
+def test_no_layer_imports_a_later_one() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        layer = path.relative_to(PACKAGE).parts[0]
+        if layer not in LAYERS:
+            continue
+        allowed = set(LAYERS[: LAYERS.index(layer) + 1]) - BESIDE.get(layer, set())
+        wrong += [f"{path.name} imports {name}" for name in imported_layers(path) & set(LAYERS) - allowed]
+    assert not wrong
+
+
+def test_backends_do_not_import_each_other() -> None:
+    for name in ("reference", "plain"):
+        tree = ast.parse((PACKAGE / "attention" / f"{name}.py").read_text())
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        others = {f"trainshort.attention.{other}" for other in ("reference", "plain", "blocked", "op")}
+        assert not modules & (others - {f"trainshort.attention.{name}"})
+
+
+def test_files_stay_readable() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+        limit = 500 if "triton" in path.parts else 350
+        assert len(text.splitlines()) <= limit, f"{path} has outgrown its idea"
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+def test_import_is_lazy() -> None:
+    assert run_python("import trainshort, sys; print('torch' in sys.modules)") == "False"
+
+
+def test_first_use_loads_no_extras() -> None:
+    heavy = run_python(
+        "import sys, torch, trainshort as ts\n"
+        "before = set(sys.modules)\n"
+        "x = torch.randn(1, 2, 5, 8)\n"
+        "ts.alibi_attention(x, x, x)\n"
+        "extras = {'transformers', 'datasets', 'lm_eval', 'triton', 'matplotlib', 'tokenizers'}\n"
+        "print(sorted(extras & (set(sys.modules) - before)))"
+    )
+    assert heavy == "[]"
+
+
+@pytest.mark.parametrize("name", trainshort.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(trainshort, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'alibi'"):
+        trainshort.alibi  # noqa: B018
