@@ -137,7 +137,7 @@ def huge_range(length: int, dtype: torch.dtype = torch.float32) -> dict:
 def tiny_range(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """Keys whose squares are below float32, made up for by the scale."""
     case = _normal(length, dtype)
-    return case | dict(q=1e12 * case["q"], k=1e-23 * case["k"], scale=1e11)
+    return case | dict(q=1e12 * case["q"], k=1e-23 * case["k"], scale=1e13)
 
 
 def negative_scale(length: int, dtype: torch.dtype = torch.float32) -> dict:

@@ -72,7 +72,7 @@ def alibi_attention(
     """
     check_tensors(q, k, v)
     if slopes is None:
-        slopes = alibi_slopes(q.shape[1]).to(q.device)
+        slopes = alibi_slopes(q.shape[1], q.device)
     elif not isinstance(slopes, Tensor):
         raise TypeError(f"slopes must be a tensor or None, got {type(slopes).__name__}")
     return attention(
@@ -161,7 +161,7 @@ def certified_windows(
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a positive int, got {block!r}")
     if bias is None:
-        bias = LinearBias(alibi_slopes(q.shape[1]).to(q.device) if slopes is None else slopes)
+        bias = LinearBias(alibi_slopes(q.shape[1], q.device) if slopes is None else slopes)
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not isinstance(bias, LinearBias):

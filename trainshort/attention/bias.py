@@ -18,7 +18,7 @@ from torch import Tensor
 Sight = Literal["past", "future", "both"]
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The paper's slopes, one a head, float32 [num_heads].
 
     For a power of two, 2^(-8h/H) for h = 1..H. Otherwise the slopes of the largest power of two c
@@ -28,13 +28,12 @@ def alibi_slopes(num_heads: int) -> Tensor:
         raise TypeError(f"num_heads must be an int, got {type(num_heads).__name__}")
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-
-    def powers(count: int) -> list[float]:
-        return [2.0 ** (-8.0 * head / count) for head in range(1, count + 1)]
-
-    closest = 2 ** math.floor(math.log2(num_heads))
-    slopes = powers(closest) + powers(2 * closest)[0::2][: num_heads - closest]
-    return torch.tensor(slopes, dtype=torch.float32)
+    closest = 1 << (num_heads.bit_length() - 1)
+    # Computed where they are needed, not copied there, so that a CUDA graph can capture it.
+    head = torch.arange(num_heads, device=device)
+    steps = torch.where(head < closest, head + 1, head - closest + 0.5)  # -8/c of these is the exponent
+    dtype = torch.float32 if head.device.type == "mps" else torch.float64
+    return torch.exp2(steps.to(dtype) * (-8.0 / closest)).to(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from trainshort.attention.plan import Piece, Segment, Shape, cut, segments
 from trainshort.attention.problem import BLOCK, Problem
 from trainshort.attention.windows import certified_blocks, promising_heads, visible_blocks
 
+EVERYTHING = -1  # in place of a window: no window was sought
 LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
 TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
 STRIP_ROWS = 1024  # and its largest from 768 on
@@ -31,11 +32,21 @@ LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied tog
 
 def windows_of(problem: Problem) -> Tensor | None:
     """The certified windows that this backend will use, or None where it visits everything."""
-    if promising_heads(problem) is None:
+    if promising_heads(problem) is None or _capturing(problem.q):
         return None
-    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # reading windows back would break the capture
     return certified_blocks(problem)
+
+
+def given_windows(windows: Tensor) -> Tensor | None:
+    """The windows of the forward pass as an operator handed them over: None where they say EVERYTHING."""
+    if windows.numel() == 0 or _capturing(windows):
+        return None
+    return None if int(windows[0, 0, 0, 0]) == EVERYTHING else windows
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be read back, and everything is visited."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ def blocked_op(
     max_distance: int,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log-sum-exp [B, H, Tq], windows int32 [B, H, blocks, 2] (first -1: everything)."""
+    """Output like q, log-sum-exp [B, H, Tq], windows int32 [B, H, blocks, 2] (EVERYTHING where none were sought)."""
     problem = _unpack(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
@@ -127,7 +127,7 @@ def blocked_op(
     windows = blocked.windows_of(problem)
     out, lse = blocked.forward(problem, windows)
     if windows is None:
-        windows = torch.full(_windows_shape(q), -1, dtype=torch.int32, device=q.device)
+        windows = torch.full(_windows_shape(q), blocked.EVERYTHING, dtype=torch.int32, device=q.device)
     return out, lse, windows
 
 
@@ -171,7 +171,7 @@ def blocked_backward_op(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
     )  # fmt: skip
-    visited = None if windows.numel() and int(windows[0, 0, 0, 0]) < 0 else windows
+    visited = blocked.given_windows(windows)
     dq, dk, dv, bias = blocked.backward(problem, visited, out, lse, grad, want_bias)
     none = q.new_empty(0)
     return (

@@ -56,8 +56,11 @@ class PieceBias:
         else:
             line = problem.q.new_zeros((1, self.heads, len(distance)), dtype=dtype)
         for sight, sign in (("past", 1), ("future", -1)):
-            blind = torch.tensor([own == sight for own in problem.sights], device=line.device)
-            line = line.masked_fill(blind[:, None] & (sign * distance > 0), -math.inf)
+            heads = [head for head, own in enumerate(problem.sights) if own == sight]
+            if len(heads) == self.heads:
+                line = line.masked_fill(sign * distance > 0, -math.inf)
+            elif heads:
+                line[:, heads] = line[:, heads].masked_fill(sign * distance > 0, -math.inf)
         return line.contiguous()
 
     @property
