@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -15,6 +17,15 @@ _HOMES = {
     "attention": "trainshort.attention",
     "backend_for": "trainshort.attention",
     "certified_windows": "trainshort.attention",
+    "ModelConfig": "trainshort.models",
+    "LanguageModel": "trainshort.models",
+    "Encoder": "trainshort.models",
+    "CrossAttention": "trainshort.models",
+    "KeyValueCache": "trainshort.models",
+    "ALiBiConfig": "trainshort.models",
+    "ALiBiTransformer": "trainshort.models",
+    "load": "trainshort.models",
+    "save": "trainshort.models",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -27,6 +38,15 @@ if TYPE_CHECKING:
     from trainshort.attention import attention as attention
     from trainshort.attention import backend_for as backend_for
     from trainshort.attention import certified_windows as certified_windows
+    from trainshort.models import ALiBiConfig as ALiBiConfig
+    from trainshort.models import ALiBiTransformer as ALiBiTransformer
+    from trainshort.models import CrossAttention as CrossAttention
+    from trainshort.models import Encoder as Encoder
+    from trainshort.models import KeyValueCache as KeyValueCache
+    from trainshort.models import LanguageModel as LanguageModel
+    from trainshort.models import ModelConfig as ModelConfig
+    from trainshort.models import load as load
+    from trainshort.models import save as save
 
 
 def __getattr__(name: str) -> Any:
@@ -39,3 +59,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """Keeps `trainshort.attention` a function.
+
+    It is also the name of a package, and Python sets a package as an attribute of its parent when it is first
+    imported. Setting it stores the function instead; `from trainshort.attention import ...` works as ever.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attention" and isinstance(value, ModuleType):
+            value = value.attention
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

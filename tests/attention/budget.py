@@ -53,7 +53,7 @@ def error_budget(case: Case, keep: Tensor | None = None, skipping: bool = True) 
         measured = replace(case, **rounded)
     truth, lossy = exact(measured, keep), native(measured, keep)
     terms = magnitudes(case, keep)
-    costs = skipping_costs(case) if skipping and case.may_skip else {}
+    costs = skipping_costs(case) if skipping and case.may_skip and case.k.shape[2] else {}
     allowed = {}
     for name in truth:
         loss = size(name, lossy[name].double() - truth[name]) * shrink
@@ -86,15 +86,15 @@ def magnitudes(case: Case, keep: Tensor | None) -> Results:
     if case.slopes is not None:
         steps = torch.where(distance > 0, distance - case.offset, -distance.double())
         if case.future is None:
-            terms["slopes"] = _fold((dscores * steps).sum((-2, -1)), case.slopes)
+            terms["slopes"] = _over_rows(dscores * steps, case.slopes)
         else:
-            terms["slopes"] = _fold((dscores * steps * (distance <= 0)).sum((-2, -1)), case.slopes)
-            terms["future"] = _fold((dscores * steps * (distance > 0)).sum((-2, -1)), case.future)
+            terms["slopes"] = _over_rows(dscores * steps * (distance <= 0), case.slopes)
+            terms["future"] = _over_rows(dscores * steps * (distance > 0), case.future)
     if case.table is not None:
         bucket = t5_bucket(distance[:, 0], case.table.shape[0], case.max_distance, case.bidirectional)
-        bucket = bucket.expand(case.q.shape[0], -1, -1).flatten()
-        by_pair = dscores.movedim(1, -1).flatten(0, 2)  # [B * Tq * Tk, H]
-        terms["table"] = torch.zeros_like(case.table, dtype=torch.float64).index_add_(0, bucket, by_pair)
+        by_bucket = dscores.new_zeros((*dscores.shape[:3], case.table.shape[0]))  # [B, H, Tq, buckets]
+        by_bucket.scatter_add_(3, bucket[:, None].expand_as(dscores), dscores)
+        terms["table"] = by_bucket.movedim(1, 0).flatten(1, 2).norm(dim=1).T
     return terms
 
 
@@ -119,8 +119,10 @@ def skipping_costs(case: Case) -> Results:
     return costs
 
 
-def _fold(gradient: Tensor, like: Tensor) -> Tensor:
-    return gradient if like.dim() == 2 else gradient.sum(0)
+def _over_rows(terms: Tensor, slopes: Tensor) -> Tensor:
+    """[B, H, Tq, Tk] -> like slopes: the errors of a query's terms go together, those of different queries do not."""
+    by_head = terms.sum(-1).norm(dim=-1)  # [B, H]
+    return by_head if slopes.dim() == 2 else by_head.norm(dim=0)
 
 
 def excess(results: Results, truth: Results, allowed: Results) -> dict[str, float]:

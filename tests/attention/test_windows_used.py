@@ -88,13 +88,23 @@ def test_values_outside_every_window_do_not_exist(causal: bool) -> None:
         assert not bool(results[name].masked_fill(visited[..., None], 0.0).any()), name
 
 
-RESTRICTED = [name for name in SKIPPING if name != "half"]
+GENTLE = torch.tensor([0.9, 0.03, 0.015])
 
 
-@pytest.mark.parametrize("feature", RESTRICTED)
+def quiet(case: Case) -> Case:
+    """With short queries the bound is nearly tight, so that a large tolerance is really used up."""
+    return replace(case, q=0.2 * case.q)
+
+
+@pytest.mark.parametrize("feature", [name for name in SKIPPING if name != "half"])
 def test_forward_and_backward_skip_exactly_the_kept_set(feature: str) -> None:
     """With a large tolerance the kept set shows: it is what ts.certified_windows says, for all results alike."""
-    case = random_case(**SKIPPING[feature], tolerance=0.05)
+    gentle = {
+        "left_right": dict(slopes=GENTLE, future=GENTLE.flip(0)),
+        "grouped": dict(slopes=GENTLE.repeat_interleave(2)),
+        "slopes_by_row": dict(slopes=torch.stack((GENTLE, GENTLE.roll(1)))),
+    }.get(feature, dict(slopes=GENTLE))
+    case = quiet(random_case(**(SKIPPING[feature] | gentle), tolerance=0.05))
     keep = case.kept()
     assert bool((in_sight(case) & ~keep).any())
     results = case.run("blocked")
@@ -108,10 +118,10 @@ def test_forward_and_backward_skip_exactly_the_kept_set(feature: str) -> None:
 @pytest.mark.parametrize("needs_bias_gradient", [True, False])
 def test_only_some_gradients_skip_the_same_set(needs_bias_gradient: bool) -> None:
     """Another path may compute the gradients where the slopes ask for none: it skips the same set."""
-    case = random_case(queries=2000, batch=1, slopes=STEEP_AND_GENTLE, tolerance=0.05)
+    case = quiet(random_case(queries=1500, batch=1, slopes=GENTLE, tolerance=0.05))
     keep = case.kept()
     q, k, v = (t.clone().requires_grad_() for t in (case.q, case.k, case.v))
-    slopes = STEEP_AND_GENTLE.clone().requires_grad_(needs_bias_gradient)
+    slopes = GENTLE.clone().requires_grad_(needs_bias_gradient)
     out = replace(case, q=q, k=k, v=v, slopes=slopes).attend("blocked")
     results = dict(zip(("q", "k", "v"), torch.autograd.grad(out, (q, k, v), case.upstream()), strict=True))
     allowed = error_budget(case, keep, skipping=False)

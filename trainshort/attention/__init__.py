@@ -9,6 +9,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,3 +225,15 @@ def _problem(
     )
     check_shapes(problem)
     return problem
+
+
+class _Package(ModuleType):
+    """`trainshort.attention` is the function (see trainshort/__init__.py), so let it know this package's names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        vars(attention)[name] = value
+
+
+sys.modules[__name__].__class__ = _Package
+vars(attention).update({name: value for name, value in globals().items() if not name.startswith("_")})

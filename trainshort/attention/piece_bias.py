@@ -97,7 +97,7 @@ class PieceBias:
             copies = line[:, :, None].expand(-1, -1, self.tile_rows, -1).contiguous()
             shape = (*line.shape[:2], self.tile_rows, self.tile_end - self.tile_start)
             strides = (copies.stride(0), copies.stride(1), line.shape[2] - 1, 1)
-            self._tiles[key] = copies.as_strided(shape, strides, self.tile_rows - 1)
+            self._tiles[key] = copies.as_strided(shape, strides, copies.storage_offset() + self.tile_rows - 1)
         return self._tiles[key]
 
     def shift(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:

@@ -1,0 +1,23 @@
+"""Models: everything between tensors and training."""
+
+from __future__ import annotations
+
+from trainshort.models.alibi_transformer import ALiBiConfig, ALiBiTransformer
+from trainshort.models.cache import KeyValueCache
+from trainshort.models.checkpoints import load, save
+from trainshort.models.config import ModelConfig
+from trainshort.models.encoder import Encoder
+from trainshort.models.language_model import LanguageModel
+from trainshort.models.layers import CrossAttention
+
+__all__ = [
+    "ALiBiConfig",
+    "ALiBiTransformer",
+    "CrossAttention",
+    "Encoder",
+    "KeyValueCache",
+    "LanguageModel",
+    "ModelConfig",
+    "load",
+    "save",
+]

@@ -1,0 +1,57 @@
+"""ALiBiTransformer: the names, fields and defaults that users of jaketae/alibi know, on this library's layers.
+
+A stack of blocks over embeddings, [B, T, d_model] in and out. Any length works, `max_len` is only remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainshort.models.config import ModelConfig
+from trainshort.models.layers import Block, Context
+from trainshort.positions import build_position
+
+
+@dataclass(frozen=True)
+class ALiBiConfig:
+    num_layers: int = 6
+    d_model: int = 256
+    num_heads: int = 8
+    max_len: int = 256
+    dropout: float = 0.1
+    causal: bool = True
+    expansion_factor: int = 1
+
+
+class ALiBiTransformer(nn.Module):
+    def __init__(self, config: ALiBiConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = ModelConfig(
+            num_layers=config.num_layers,
+            d_model=config.d_model,
+            num_heads=config.num_heads,
+            d_ff=config.d_model * config.expansion_factor,
+            dropout=config.dropout,
+            causal=config.causal,
+            ffn_bias=True,
+            ffn_out_bias=True,
+        )
+        self.position = build_position(shape.position, shape.position_shape, shape.position_options)
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(config.num_layers))
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """x: [B, T, d_model]; key_padding_mask: bool [B, T], True for real positions."""
+        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(
+                f"x must be [batch, length, {self.config.d_model}] for this d_model, got {list(x.shape)}: "
+                f"the last dimension is {x.shape[-1]}, not {self.config.d_model}"
+            )
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        context = Context(self.position, positions, self.position.bias(), key_padding_mask=key_padding_mask)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x

@@ -1,0 +1,100 @@
+"""Keys and values of the past, so that a token is computed once.
+
+Beside them the cache keeps the largest norm of each block of keys. With that a decoding step under ALiBi finds
+its certified window without a pass over the keys, and reads only the keys that can matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.attention.problem import BLOCK
+from trainshort.models.config import ModelConfig
+
+FIRST_CAPACITY = 256  # of a growing cache
+
+
+class KeyValueCache:
+    """The cache of one batch: `length` tokens of `batch_size` rows, in every layer.
+
+    capacity: the most tokens it will hold, allocated at once; None: it grows by doubling.
+    Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be at least 1 or None, got {capacity}")
+        self.growing = capacity is None
+        self.capacity = FIRST_CAPACITY if capacity is None else capacity
+        self.length = 0
+        self.padding: Tensor | None = None  # int64 [B]
+        self.batch_size = batch_size
+        shape = (batch_size, config.kv_heads, self.capacity, config.width)
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.keys = [torch.empty(shape, **options) for _ in range(config.num_layers)]
+        self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
+        norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
+        self.norms = [torch.zeros(norms, device=device) for _ in range(config.num_layers)]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for this many more tokens."""
+        needed = self.length + tokens
+        if needed <= self.capacity:
+            return
+        if not self.growing:
+            raise ValueError(
+                f"the cache holds {self.capacity} tokens: {self.length} are there and {tokens} more do not fit; "
+                "make it larger, or leave capacity out and it grows"
+            )
+        while self.capacity < needed:
+            self.capacity *= 2
+        for buffers, size in ((self.keys, self.capacity), (self.values, self.capacity), (self.norms, None)):
+            blocks = -(-self.capacity // BLOCK)
+            for layer, old in enumerate(buffers):
+                shape = list(old.shape)
+                shape[2] = blocks if size is None else size
+                larger = old.new_zeros(shape) if size is None else old.new_empty(shape)
+                larger[:, :, : old.shape[2]] = old
+                buffers[layer] = larger
+
+    def pad_left(self, key_padding_mask: Tensor) -> None:
+        """Say which leading tokens of the rows are padding. Before the first token only."""
+        if self.length:
+            raise ValueError("key_padding_mask belongs to the first tokens of a cache; later tokens are all real")
+        if not torch.compiler.is_compiling() and key_padding_mask.device.type == "cpu":
+            real = key_padding_mask
+            if real.shape[1] and not (bool(real[:, -1].all()) and bool((real[:, 1:] >= real[:, :-1]).all())):
+                raise ValueError("with a cache, rows are padded on the left: key_padding_mask must end in True")
+        self.padding = (~key_padding_mask).sum(-1)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Write a layer's new keys and values; returns all of them, and what attention must know of them."""
+        start, end = self.length, self.length + k.shape[2]
+        keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
+        keys[:, :, start:end] = k
+        values[:, :, start:end] = v
+        lengths = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=torch.float32)
+        lengths = torch.nn.functional.pad(lengths, (start % BLOCK, -end % BLOCK)).unflatten(-1, (-1, BLOCK))
+        touched = norms[:, :, start // BLOCK : -(-end // BLOCK)]
+        touched.copy_(torch.maximum(touched, lengths.amax(-1)))
+        about: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
+        if self.padding is not None:
+            about["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]
+        return keys[:, :, :end], values[:, :, :end], about
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that every layer has appended."""
+        self.length += tokens

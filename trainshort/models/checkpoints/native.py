@@ -1,0 +1,106 @@
+"""Our own format: config.json, model.safetensors and, where there is one, tokenizer.json, in one folder.
+
+Files are written beside their name and then moved into place, so that a folder never holds half a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainshort.models.config import ModelConfig
+from trainshort.models.encoder import Encoder
+from trainshort.models.language_model import LanguageModel
+
+FORMAT = "trainshort"
+VERSION = 1
+KINDS: dict[str, Callable[[ModelConfig], nn.Module]] = {"LanguageModel": LanguageModel, "Encoder": Encoder}
+
+
+def is_native(config: dict[str, Any]) -> bool:
+    return config.get("format") == FORMAT
+
+
+def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
+    """Write a model to a folder, which is made if it is not there."""
+    kind = type(model).__name__
+    if kind not in KINDS:
+        raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"format": FORMAT, "version": VERSION, "kind": kind, "model": model.config.to_dict()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _stored(model).items()}
+    _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(header, indent=2) + "\n"))
+    if model.tokenizer is not None:
+        _replace(folder / "tokenizer.json", lambda path: path.write_text(model.tokenizer.to_str()))
+
+
+def load(
+    folder: Path, header: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
+) -> LanguageModel | Encoder:
+    """Read a model from a folder whose config.json is `header`."""
+    where = folder / "config.json"
+    if header.get("version") != VERSION:
+        raise ValueError(f"{where}: version {header.get('version')!r} is not one this trainshort reads ({VERSION})")
+    if header.get("kind") not in KINDS:
+        raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}; got {header.get('kind')!r}")
+    try:
+        config = ModelConfig.from_dict(header["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    model: Any = KINDS[header["kind"]](config)
+    fill(model, folder / "model.safetensors")
+    return model.to(dtype=dtype, device=device)
+
+
+def fill(model: nn.Module, path: Path) -> None:
+    """Copy every tensor of a safetensors file into the model: all of them, each of the right shape."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; a model folder holds config.json and model.safetensors")
+    wanted = _stored(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if missing := sorted(wanted.keys() - names):
+                raise ValueError(f"{path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+            if strange := sorted(names - wanted.keys()):
+                raise ValueError(f"{path}: tensor {strange[0]!r} is not in the model ({len(strange)} in all)")
+            with torch.no_grad():
+                for name, target in wanted.items():
+                    tensor = file.get_tensor(name)
+                    if tensor.shape != target.shape:
+                        raise ValueError(
+                            f"{path}: tensor {name!r} is {list(tensor.shape)}, the config wants {list(target.shape)}"
+                        )
+                    target.copy_(tensor)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from error
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, each tensor once, however often it is used."""
+    seen: set[int] = set()
+    stored = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            stored[name] = tensor
+    return stored
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

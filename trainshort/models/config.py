@@ -1,0 +1,144 @@
+"""The shape of a model, complete enough that every public ALiBi model is one of these."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from trainshort.positions import Shape, build_position
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
+NORM_PLACES = ("pre", "post")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A transformer. Fields that are None follow from the others.
+
+    position: a name from trainshort.positions; position_options: its options, such as {"trainable": True}.
+    max_length: needed by learned positions only; other methods have no limit.
+    norm_place: "pre" (before attention and feed-forward) or "post" (after their residual sums).
+    parallel_residual: attention and feed-forward side by side; parallel_norms: each with a norm of its own.
+    gated: the feed-forward layer is activation(a) * b, with a and b of width d_ff.
+    clip_qkv: clamp queries, keys and values to this size.
+    token_types: BERT-like segment embeddings, if above 0.
+    """
+
+    vocab_size: int = 256
+    d_model: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_ff: int | None = None
+    position: str = "alibi"
+    position_options: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int | None = None
+    causal: bool = True
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    norm_place: str = "pre"
+    parallel_residual: bool = False
+    parallel_norms: bool = False
+    embedding_norm: bool = False
+    final_norm: bool = True
+    activation: str = "gelu"
+    gated: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    ffn_bias: bool = False
+    ffn_out_bias: bool = False
+    head_bias: bool = False
+    clip_qkv: float | None = None
+    attention_scale: float | None = None
+    tie_embeddings: bool = True
+    token_types: int = 0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads"):
+            self._positive(name)
+        for name in ("num_kv_heads", "head_dim", "d_ff", "max_length"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model must be a multiple of num_heads unless head_dim is given, "
+                f"got d_model {self.d_model} and num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.kv_heads}"
+            )
+        for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("norm_place", NORM_PLACES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.clip_qkv is not None and not self.clip_qkv > 0:
+            raise ValueError(f"clip_qkv must be positive or None, got {self.clip_qkv}")
+        if self.norm_place == "post" and self.parallel_residual:
+            raise ValueError("parallel_residual needs norm_place 'pre'")
+        if self.parallel_norms and not self.parallel_residual:
+            raise ValueError("parallel_norms needs parallel_residual")
+        object.__setattr__(self, "position_options", dict(self.position_options))
+        build_position(self.position, self.position_shape, self.position_options)  # refuses what it cannot build
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """Channels of one head."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def hidden(self) -> int:
+        """Channels inside the feed-forward layer."""
+        return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def score_scale(self) -> float:
+        return 1.0 / math.sqrt(self.width) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def position_shape(self) -> Shape:
+        return Shape(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            head_dim=self.width,
+            causal=self.causal,
+            max_length=self.max_length,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Strict: a field that does not exist is refused by name."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"ModelConfig has no field {name!r}{hint}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        return cls.from_dict(json.loads(text))

@@ -1,0 +1,56 @@
+"""A bidirectional encoder: hidden states, a masked-token head, mean pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainshort.models.config import ModelConfig
+from trainshort.models.language_model import initialize
+from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm
+from trainshort.positions import build_position
+
+
+class Encoder(nn.Module):
+    tokenizer: Any = None  # set by `load` where the checkpoint has one
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.causal:
+            raise ValueError("Encoder sees both sides: its config needs causal=False")
+        self.config = config
+        self.position = build_position(config.position, config.position_shape, config.position_options)
+        self.trunk = Trunk(config, self.position)
+        self.head_dense = nn.Linear(config.d_model, config.d_model)
+        self.head_norm = make_norm(config)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        initialize(self, config)
+        if config.tie_embeddings:
+            self.head.weight = self.trunk.embedding.weight
+
+    def forward(
+        self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
+    ) -> Tensor:
+        """tokens: int [B, T]; key_padding_mask: bool [B, T], True for real ones -> hidden states [B, T, d_model]."""
+        return self.trunk(tokens, key_padding_mask=key_padding_mask, token_types=token_types)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The masked-token head: hidden states [..., d_model] -> [..., V]."""
+        activation = ACTIVATIONS[self.config.activation]
+        return self.head(self.head_norm(activation(self.head_dense(hidden))))
+
+    def loss(self, tokens: Tensor, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Masked-token loss: the mean over targets [B, T] that are not -100. Only those get logits."""
+        hidden = self(tokens, key_padding_mask)
+        chosen = targets != -100
+        return F.cross_entropy(self.logits(hidden[chosen]).float(), targets[chosen])
+
+    def pool(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """One vector a text: the mean of the hidden states of its real tokens, [B, d_model]."""
+        hidden = self(tokens, key_padding_mask)
+        if key_padding_mask is None:
+            return hidden.mean(1)
+        weight = key_padding_mask[..., None].to(hidden.dtype)
+        return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)

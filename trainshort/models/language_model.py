@@ -1,0 +1,111 @@
+"""A causal language model: tokens in, logits out, with any position method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainshort.models.cache import KeyValueCache
+from trainshort.models.config import ModelConfig
+from trainshort.models.layers import Trunk
+from trainshort.positions import build_position
+
+LOGITS_AT_ONCE = 2**24  # elements: larger losses are computed a few tokens at a time
+
+
+class LanguageModel(nn.Module):
+    tokenizer: Any = None  # set by `load` where the checkpoint has one
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if not config.causal:
+            raise ValueError("LanguageModel needs causal=True; for attention to both sides use Encoder")
+        self.config = config
+        self.position = build_position(config.position, config.position_shape, config.position_options)
+        self.trunk = Trunk(config, self.position)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        initialize(self, config)
+        if config.tie_embeddings:
+            self.head.weight = self.trunk.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """tokens: int [B, T] -> logits [B, T, V], or [B, 1, V] of the last token with `last_only`.
+
+        cache: tokens go on after those cached, and are added to them. key_padding_mask: bool [B, T], True for real
+        tokens; left padding with a cache. cu_seqlens: borders of documents packed into one row.
+        """
+        hidden = self.trunk(tokens, cache=cache, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return self.head(hidden[:, -1:] if last_only else hidden)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Cross entropy of targets [B, T] in nats, without ever holding all logits of a large vocabulary.
+
+        reduction: "mean" over the targets that count, "sum", or "none" for [B, T].
+        """
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction must be mean, sum or none; got {reduction!r}")
+        hidden = self.trunk(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens).flatten(0, 1)
+        goal = targets.flatten()
+        step = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        if hidden.shape[0] <= step:
+            losses = self._losses(hidden, goal, ignore_index)
+        else:  # recompute the logits of each part in the backward pass instead of keeping them
+            losses = torch.cat(
+                [
+                    checkpoint(self._losses, h, g, ignore_index, use_reentrant=False)
+                    for h, g in zip(hidden.split(step), goal.split(step), strict=True)
+                ]
+            )
+        if reduction == "none":
+            return losses.view(targets.shape)
+        total = losses.sum()
+        return total if reduction == "sum" else total / (goal != ignore_index).sum()
+
+    def _losses(self, hidden: Tensor, goal: Tensor, ignore_index: int) -> Tensor:
+        return F.cross_entropy(self.head(hidden).float(), goal, ignore_index=ignore_index, reduction="none")
+
+    def make_cache(self, batch_size: int, capacity: int | None = None) -> KeyValueCache:
+        """A cache in the dtype and on the device of the model."""
+        weight = self.trunk.embedding.weight
+        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device)
+
+    def generate(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""
+        from trainshort.models.generate import generate
+
+        return generate(self, tokens, **options)
+
+
+def initialize(model: nn.Module, config: ModelConfig) -> None:
+    """Small normal weights, smaller where a residual sum collects them; biases zero."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            residual = name.endswith((".out", ".down"))
+            nn.init.normal_(module.weight, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)

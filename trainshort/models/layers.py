@@ -1,0 +1,250 @@
+"""The parts of a transformer: attention, feed-forward, and the block that holds one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainshort.attention import attention
+from trainshort.attention.bias import Bias, LinearBias
+from trainshort.models.cache import KeyValueCache
+from trainshort.models.config import ModelConfig
+from trainshort.positions import Position
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@dataclass
+class Context:
+    """What all layers of one forward pass share."""
+
+    position: Position
+    positions: Tensor  # int64 [B or 1, T]
+    bias: Bias
+    cache: KeyValueCache | None = None
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm == "layernorm")
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        channels = (config.num_heads + 2 * config.kv_heads) * config.width
+        self.qkv = nn.Linear(config.d_model, channels, bias=config.qkv_bias)
+        self.out = nn.Linear(config.num_heads * config.width, config.d_model, bias=config.attention_out_bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        config = self.config
+        qkv = self.qkv(x)
+        if config.clip_qkv is not None:
+            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
+        qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
+        q, k, v = qkv.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
+        q, k = context.position.rotate(q, k, context.positions)
+        about: dict[str, Any] = {"key_padding_mask": context.key_padding_mask, "cu_seqlens": context.cu_seqlens}
+        if context.cache is not None:
+            k, v, about = context.cache.append(self.layer, k, v)
+        out = attention(q, k, v, bias=context.bias, causal=config.causal, scale=config.score_scale, **about)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Attention from one sequence to another, for encoder-decoder models.
+
+    Distances: both sequences count from 0, so query i stands at key position i and key j is |i - j| away, however
+    much of either is there yet. `query_start` moves the queries: in decoding, the number of tokens before x.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.query = nn.Linear(config.d_model, config.num_heads * config.width, bias=config.qkv_bias)
+        self.key_value = nn.Linear(config.d_model, 2 * config.kv_heads * config.width, bias=config.qkv_bias)
+        self.out = nn.Linear(config.num_heads * config.width, config.d_model, bias=config.attention_out_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        bias: Bias = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        query_start: int | Tensor = 0,
+    ) -> Tensor:
+        """x: [B, Tq, d_model]; memory: [B, Tk, d_model], with key_padding_mask [B, Tk]."""
+        config = self.config
+        q = self.query(x).unflatten(-1, (-1, config.width)).transpose(1, 2)
+        k, v = self.key_value(memory).unflatten(-1, (-1, config.width)).transpose(1, 2).chunk(2, dim=1)
+        if isinstance(bias, LinearBias) and bias.sees is not None:
+            bias = LinearBias(bias.slopes, future=bias.future, offset=bias.offset)
+        out = attention(
+            q,
+            k,
+            v,
+            bias=bias,
+            causal=False,
+            scale=config.score_scale,
+            key_padding_mask=key_padding_mask,
+            query_start=query_start,
+        )
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        self.up = nn.Linear(config.d_model, config.hidden * (2 if config.gated else 1), bias=config.ffn_bias)
+        self.down = nn.Linear(config.hidden, config.d_model, bias=config.ffn_out_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * x)
+        return self.down(self.activation(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.post, self.parallel = config.norm_place == "post", config.parallel_residual
+        self.attention_norm = make_norm(config)
+        self.attention = SelfAttention(config, layer)
+        self.ffn_norm = make_norm(config) if not config.parallel_residual or config.parallel_norms else None
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.post:
+            assert self.ffn_norm is not None
+            x = self.attention_norm(x + self.dropout(self.attention(x, context)))
+            return self.ffn_norm(x + self.dropout(self.ffn(x)))
+        normed = self.attention_norm(x)
+        attended = self.dropout(self.attention(normed, context))
+        if self.parallel:
+            other = normed if self.ffn_norm is None else self.ffn_norm(x)
+            return x + attended + self.dropout(self.ffn(other))
+        assert self.ffn_norm is not None
+        x = x + attended
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Trunk(nn.Module):
+    """From tokens to hidden states: embeddings, positions and blocks. What both kinds of models share."""
+
+    def __init__(self, config: ModelConfig, position: Position) -> None:
+        super().__init__()
+        self.config, self.position = config, position
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.token_types = nn.Embedding(config.token_types, config.d_model) if config.token_types else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.final_norm = make_norm(config) if config.final_norm and config.norm_place == "pre" else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
+        self._check_tokens(tokens)
+        start = 0 if cache is None else cache.length
+        length = tokens.shape[1]
+        limit = self.position.max_length
+        if limit is not None and start + length > limit:
+            raise ValueError(
+                f"{self.config.position} positions end at {limit} tokens, got {start + length}: "
+                "use a shorter text, or a position method without a limit such as alibi"
+            )
+        if cache is not None:
+            self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
+        positions = self._positions(start, tokens, cache, key_padding_mask, cu_seqlens)
+        x = self.embedding(tokens)
+        if self.token_types is not None:
+            kinds = torch.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.token_types(kinds)
+        elif token_types is not None:
+            raise ValueError("token_types were given, but the model has none (token_types=0)")
+        x = self.position.embed(x, positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x = self.dropout(x)
+        context = Context(
+            self.position,
+            positions,
+            self.position.bias(),
+            cache,
+            None if cache is not None else key_padding_mask,
+            cu_seqlens,
+        )
+        for block in self.blocks:
+            x = block(x, context)
+        if cache is not None:
+            cache.advance(length)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be [batch, length], got shape {list(tokens.shape)}")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+        if torch.compiler.is_compiling() or tokens.device.type != "cpu" or tokens.numel() == 0:
+            return
+        low, high = tokens.aminmax()
+        if int(low) < 0 or int(high) >= self.config.vocab_size:
+            worst = int(low) if int(low) < 0 else int(high)
+            raise ValueError(f"tokens must lie in [0, {self.config.vocab_size}), the vocabulary; got {worst}")
+
+    def _enter_cache(
+        self, cache: KeyValueCache, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        if not self.config.causal:
+            raise ValueError("a cache needs causal attention")
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens and a cache do not combine: a cache holds one sequence a row")
+        if tokens.shape[0] != cache.batch_size:
+            raise ValueError(f"the cache holds {cache.batch_size} rows, got tokens with {tokens.shape[0]}")
+        if mask is not None:
+            cache.pad_left(mask)
+        cache.reserve(tokens.shape[1])
+
+    def _positions(
+        self,
+        start: int,
+        tokens: Tensor,
+        cache: KeyValueCache | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """The position of each token in its own text, int64 [B or 1, T]: padding and other documents don't count."""
+        index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        if cu_seqlens is not None:
+            borders = cu_seqlens.to(torch.int64)
+            return index - borders[torch.searchsorted(borders, index, right=True) - 1]
+        if cache is not None and cache.padding is not None:
+            return (index - cache.padding[:, None]).clamp_min(0)
+        if cache is None and mask is not None and mask.shape[1]:
+            return (index - mask.to(torch.int8).argmax(-1)[:, None]).clamp_min(0)
+        return index

@@ -1,0 +1,42 @@
+"""Position methods: one file a method, one class with three hooks, one table of names."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from trainshort.positions.alibi import Alibi
+from trainshort.positions.learned import Learned
+from trainshort.positions.none import NoPosition
+from trainshort.positions.position import Position, Shape
+from trainshort.positions.rotary import Rotary
+from trainshort.positions.sinusoidal import Sinusoidal
+from trainshort.positions.t5 import T5
+
+__all__ = ["POSITIONS", "Position", "Shape", "build_position"]
+
+POSITIONS: dict[str, type[Position]] = {
+    "alibi": Alibi,
+    "sinusoidal": Sinusoidal,
+    "learned": Learned,
+    "rotary": Rotary,
+    "t5": T5,
+    "none": NoPosition,
+}
+
+
+def build_position(name: str, shape: Shape, options: Mapping[str, Any]) -> Position:
+    """The position method of that name, for a model of that shape."""
+    method = POSITIONS.get(name)
+    if method is None:
+        near = difflib.get_close_matches(str(name), POSITIONS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"position must be one of {', '.join(POSITIONS)}; got {name!r}{hint}")
+    known = list(inspect.signature(method.__init__).parameters)[2:]
+    for option in options:
+        if option not in known:
+            allowed = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"position {name!r} has no option {option!r}: {allowed}")
+    return method(shape, **options)

@@ -1,0 +1,42 @@
+"""A position method is one object with three hooks, because every published method acts at one of three places.
+
+The model calls all three, always, and knows nothing else of positions. A new method is one new file with one
+subclass of `Position`, and one line in the table of `positions/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trainshort.attention.bias import Bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a position method may want to know of the model it is built for."""
+
+    d_model: int
+    num_heads: int
+    head_dim: int
+    causal: bool = True
+    max_length: int | None = None
+
+
+class Position(nn.Module):
+    """No position information at all; subclasses add theirs at one or more of the hooks."""
+
+    max_length: int | None = None  # the longest sequence the method can represent; None: any
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Add to the token embeddings. x: [B, T, d_model]; positions: int64 [B or 1, T]."""
+        return x
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Change queries and keys before their product. q, k: [B, heads, T, head_dim]."""
+        return q, k
+
+    def bias(self) -> Bias:
+        """Describe what to add to the scores: a function of distance, never a tensor of all pairs."""
+        return None

@@ -1,0 +1,31 @@
+"""Rotary embeddings (Su et al. 2021): queries and keys turned by an angle that grows with their position."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainshort.positions.position import Position, Shape
+
+
+class Rotary(Position):
+    """Channel i of the first half turns with channel i of the second, at frequency base^(-2i/head_dim)."""
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
+        super().__init__()
+        if shape.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {shape.head_dim}")
+        self.head_dim, self.base = shape.head_dim, base
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.head_dim // 2
+        steps = torch.arange(half, device=q.device, dtype=torch.float32) / half
+        angles = positions.float()[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, half]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [B or 1, 1, T, half]
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        one, two = x.float().chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1).to(x.dtype)

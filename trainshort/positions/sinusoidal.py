@@ -1,0 +1,26 @@
+"""Sinusoidal embeddings (Vaswani et al. 2017): sines and cosines of the position, added to the input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainshort.positions.position import Position, Shape
+
+
+class Sinusoidal(Position):
+    """Frequencies from 1 to 1/base, geometrically; the first half of the channels sines, the second cosines."""
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
+        super().__init__()
+        if shape.d_model % 2:
+            raise ValueError(f"sinusoidal positions need an even d_model, got {shape.d_model}")
+        self.d_model, self.base = shape.d_model, base
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = self.d_model // 2
+        steps = torch.arange(half, device=x.device, dtype=torch.float32) / max(half - 1, 1)
+        angles = positions.float()[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, d_model / 2]
+        return x + torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
