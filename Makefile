@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 .PHONY: test test-all check format bench clean
 
 test: $(READY)  ## the tests, under twelve minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
 
 test-all: $(READY)  ## the long tests too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import trainshort as ts
 
 HEADS, DIM, TOKENS = 8, 64, 4096
+SHAPES = f"float32, {HEADS} heads, head_dim {DIM}, {TOKENS} tokens (one row beyond)"
 
 
 def row_bias(slopes: torch.Tensor, length: int) -> torch.Tensor:
@@ -145,6 +146,17 @@ def commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
+def about(threads: int) -> dict[str, str]:
+    """Where and with what something was measured."""
+    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "machine": f"{names[0] if names else platform.machine()}, {threads} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 16384, 65536])
@@ -163,15 +175,9 @@ def main() -> None:
             records.append(measure(length, options.seconds, backward=True, kind=kind))
             print(line(records[-1]), flush=True)
     if options.out:
-        about = {
-            "machine": f"{platform.processor() or platform.machine()}, {options.threads} threads",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "commit": commit(),
-            "shapes": f"float32, {HEADS} heads, head_dim {DIM}, {TOKENS} tokens (one row beyond)",
-        }
+        header = about(options.threads) | {"shapes": SHAPES}
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"about": header, "records": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

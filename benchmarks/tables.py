@@ -1,7 +1,7 @@
 """Write the tables of README and docs from the measured data beside this script.
 
-    python benchmarks/tables.py            # rewrite the tables in place
-    python benchmarks/tables.py --check    # fail if one is out of date
+python benchmarks/tables.py            # rewrite the tables in place
+python benchmarks/tables.py --check    # fail if one is out of date
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.attention import hostile
 from tests.attention.cases import left_padding, random_case, right_padding
 from tests.attention.dense import Case, dense, in_sight
 
-BLOCKS = [16, 64, 128]
+BLOCKS = [1, 16, 64, 128]
 TOLERANCES = [2.0**-24, 2.0**-14, 1e-2, 0.3]
 STEEP = torch.tensor([0.9, 0.3, 0.1])
 FLOAT64_NOISE = 1e-12  # of summing a few thousand weights

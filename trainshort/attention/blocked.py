@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trainshort.attention import decode
 from trainshort.attention import pieces as engine
 from trainshort.attention.calls import Place, Spread, Together, split_places
 from trainshort.attention.piece_bias import BiasGradients, PieceBias
@@ -32,6 +33,8 @@ LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied tog
 
 def windows_of(problem: Problem) -> Tensor | None:
     """The certified windows that this backend will use, or None where it visits everything."""
+    if decode.fits(problem):
+        return decode.windows_of(problem)
     if promising_heads(problem) is None or _capturing(problem.q):
         return None
     return certified_blocks(problem)
@@ -52,6 +55,8 @@ def _capturing(tensor: Tensor) -> bool:
 def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
     try:
+        if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
+            return done
         out, lse = _Run(problem, windows, fused=_can_fuse(problem)).forward()
     except engine.SuspiciousError:
         out, lse = _Run(problem, windows, fused=False).forward()
@@ -121,6 +126,8 @@ class _Run:
         rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= share), 32)
         if length <= BLOCK:
             rows = min(rows, BLOCK // 2)  # two steps of a short row follow its diagonal
+        elif self.queries <= BLOCK:
+            rows = min(rows, BLOCK)
         if rows > BLOCK and not math.isfinite(self.v.sum().item()):
             rows = BLOCK  # 0 * inf is not 0: keep what a query block does not visit out of its pieces
         keys = max(min(share // rows - rows, LARGEST_TILE) // rows, 1) * rows

@@ -20,18 +20,22 @@ FOLD = 4  # tiles whose products are taken together
 RUNS = (32, 256)  # near keys that are averaged, multiples of NEAR: few for steep slopes, many for gentle ones
 
 
-def near_score(problem: Problem, center: Tensor | None, reach: Tensor, norms: Tensor) -> Tensor:
-    """A lower bound of each query's log-sum-exp, from keys close to it: float64 [B, H, Tq], or -inf."""
+def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: Tensor) -> Tensor:
+    """A lower bound of each query's log-sum-exp, from keys close to it: float64 [B, H, Tq], or -inf.
+
+    reach: s‖q‖, [B, H, Tq]; longest: the largest ‖k - c‖, [B, Hkv].
+    """
+    dtype = reach.dtype
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
-        near = _mean_key_score(problem, center, start, norms.dtype)
+        near = _mean_key_score(problem, center, start, dtype)
         if problem.key_padding_mask is not None:
-            near = torch.maximum(near, _nearest_score(problem, center, norms.dtype))
+            near = torch.maximum(near, _nearest_score(problem, center, dtype))
     else:
-        near = _nearest_score(problem, center, norms.dtype)
+        near = _nearest_score(problem, center, dtype)
     # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key, which ‖k - c‖ + ‖c‖ bounds.
     group = problem.q.shape[1] // problem.k.shape[1]
-    longest = norms.amax(-1).clamp_min(0.0).double()  # [B, Hkv]
+    longest = longest.clamp_min(0.0).double()
     if center is not None:
         longest = longest + 2.0 * row_norms(center)
     longest = longest.repeat_interleave(group, dim=1)[..., None]  # [B, H, 1]

@@ -52,6 +52,19 @@ def real_keys(problem: Problem) -> Tensor | None:
     return written if mask is None else mask & written
 
 
+def block_norms_of(problem: Problem, block: int, slack: float) -> Tensor | None:
+    """Upper bounds of ‖k‖ for blocks of keys, [B, Hkv, key blocks], where the caller gave just that.
+
+    Keys that nobody sees may stand in the last block or under padding: they only widen windows.
+    """
+    given = problem.key_norms
+    if given is None or block != BLOCK or not (given.dim() == 2 or given.shape[2] < problem.k.shape[2]):
+        return None
+    norms = given.detach().float() * slack
+    norms = torch.where(torch.isnan(norms), math.inf, norms)
+    return norms if norms.dim() == 3 else norms[..., None].expand(-1, -1, -(-problem.k.shape[2] // block))
+
+
 def key_norms_of(problem: Problem, center: Tensor | None, slack: float) -> Tensor:
     """Upper bounds of ‖k_j - c‖: [B, Hkv, Tk], -inf for keys that nobody sees."""
     k, given = problem.k, problem.key_norms

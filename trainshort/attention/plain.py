@@ -16,12 +16,17 @@ def fits(problem: Problem) -> bool:
         return False
     if not problem.causal:
         return True
-    start = problem.query_start
-    square = problem.q.shape[2] == problem.k.shape[2]
-    return square and (start is None or (not isinstance(start, Tensor) and start == 0))
+    start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
+    if isinstance(start, Tensor):
+        return False
+    return start == keys - queries and queries in (1, keys)  # one query that sees everything, or a square
+
+
+def _causal(problem: Problem) -> bool:
+    return problem.causal and problem.q.shape[2] > 1
 
 
 def attend(problem: Problem) -> Tensor:
     return F.scaled_dot_product_attention(
-        problem.q, problem.k, problem.v, is_causal=problem.causal, scale=problem.scale
+        problem.q, problem.k, problem.v, is_causal=_causal(problem), scale=problem.scale
     )

@@ -25,9 +25,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trainshort.attention import decode
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.near import near_score
-from trainshort.attention.norms import center_of, key_norms_of, row_norms
+from trainshort.attention.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.attention.problem import BLOCK, Problem
 
 QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
@@ -39,6 +40,8 @@ def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
     """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
     if problem.q.device.type == "mps":  # has no float64, which the tables need
         return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
+    if block == BLOCK and decode.fits(problem):
+        return decode.windows_of(problem)
     low, high = visible_blocks(problem, block)  # [B, H, query blocks]
     empty = high <= low
     heads = promising_heads(problem, block)
@@ -152,8 +155,10 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         reach = row_norms(problem.q) * (abs(problem.scale) * slack * slack)  # x, [B, H, Tq]
         center = center_of(problem)  # [B, Hkv, D], or None
-        norms = key_norms_of(problem, center, slack)  # [B, Hkv, Tk], -inf where there is no key
-        near = near_score(problem, center, reach, norms)  # [B, H, Tq]
+        by_block = block_norms_of(problem, block, slack) if problem.causal else None  # [B, Hkv, key blocks]
+        norms = key_norms_of(problem, center, slack) if by_block is None else by_block  # [B, Hkv, Tk]
+        near = near_score(problem, center, reach, norms.amax(-1))  # [B, H, Tq]
+        norms = norms.repeat_interleave(problem.q.shape[1] // norms.shape[1], dim=1)
         edges = _edges(reach)  # [B, H, G]
         position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
         run_first, run_end = (limit[:, None] for limit in problem.key_runs())  # [B or 1, 1, Tq]
@@ -165,7 +170,8 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         last = torch.full_like(first, FAR)
         if any(looks_back):
             threshold = budget + past[..., None] * position + near
-            first = _skippable(problem, block, norms, past, reach, edges, threshold)
+            tail = _Tail(norms, past, block, by_block is not None)
+            first = _skippable(tail, block, reach, edges, threshold)
             needed = (run_first // block).expand_as(stuck).masked_fill(~(stuck & (position >= run_first)), FAR)
             first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
             first = first.masked_fill(~torch.tensor(looks_back, device=first.device)[:, None], 0)
@@ -177,7 +183,8 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
             mirrored = torch.nn.functional.pad(norms, (0, blocks * block - keys), value=-math.inf).flip(-1)
             place = blocks * block - 1 - position - problem.bias.offset
             threshold = budget + future[..., None] * place + near
-            skipped = _skippable(problem, block, mirrored, future, reach, edges, threshold)
+            tail = _Tail(mirrored, future, block, False)
+            skipped = _skippable(tail, block, reach, edges, threshold)
             skipped = skipped.masked_fill(~torch.tensor(looks_ahead, device=last.device)[:, None], 0)
             last = blocks - skipped
             needed = (-(-run_end // block)).expand_as(stuck).masked_fill(~(stuck & (position < run_end)), 0)
@@ -188,6 +195,8 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
 def _edges(reach: Tensor) -> Tensor:
     """A few values of x for each head, the last at or above every finite one: float64 [B, H, G]."""
     finite = torch.where(torch.isfinite(reach), reach, 0.0)
+    if reach.shape[2] <= BLOCK:
+        return finite.amax(-1, keepdim=True).double()
     step = max(1, reach.shape[2] // 256)
     sample = finite[:, :, ::step].sort(-1).values
     picks = [round(quantile * (sample.shape[2] - 1)) for quantile in QUANTILES]
@@ -195,43 +204,57 @@ def _edges(reach: Tensor) -> Tensor:
     return edges.double()
 
 
-def _skippable(
-    problem: Problem,
-    block: int,
-    norms: Tensor,
-    slopes: Tensor,
-    reach: Tensor,
-    edges: Tensor,
-    threshold: Tensor,
-) -> Tensor:
+class _Tail:
+    """Log-sums over blocks of keys of exp(x * norm + slope * (key - end of the block)), for any x."""
+
+    def __init__(self, norms: Tensor, slopes: Tensor, block: int, by_block: bool) -> None:
+        """norms: [B, H, Tk], -inf where there is no key; or [B, H, key blocks] that bound all keys of a block."""
+        self.fade: Tensor | None = None
+        if by_block:
+            self.longest = norms  # [B, H, key blocks]
+            # All keys as long as the longest: a geometric series.
+            series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
+            self.series = series[..., None]
+        else:
+            tail = _by_block(norms, block, fill=-math.inf)  # [B, H, key blocks, block]
+            self.longest = tail.amax(-1)
+            spread = (tail - self.longest[..., None]).nan_to_num(nan=0.0, posinf=0.0)
+            self.spread = spread.masked_fill(torch.isneginf(tail), -math.inf)
+            inside = torch.arange(1 - block, 1, device=norms.device)  # position relative to the end of the block
+            self.fade = (slopes[..., None] * inside).to(norms.dtype)[:, :, None]  # [B or 1, H, 1, block]
+        # The largest term is at most `fade` away from zero.
+        self.rounding = 1e-5 + 2.0**-22 * block * slopes[..., None]
+        self.ends = (torch.arange(self.longest.shape[2], device=norms.device) + 1) * block - 1
+        self.places = slopes[..., None] * self.ends
+
+    def table(self, x: Tensor) -> Tensor:
+        """ln of the sum over all keys up to each block's end, of exp(x * norm + slope * key): [B, H, key blocks]."""
+        if self.fade is None:
+            sums = self.series
+        else:
+            sums = torch.logsumexp(self.spread * x[..., None].to(self.spread.dtype) + self.fade, dim=-1).double()
+        sums = sums + x * self.longest.double() + self.rounding
+        sums = sums.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
+        return torch.logcumsumexp(sums + self.places, dim=-1)
+
+
+def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold: Tensor) -> Tensor:
     """How many leading key blocks each query block may skip: int64 [B, H, query blocks].
 
-    norms [B, Hkv, Tk]; slopes [B or 1, H]; reach, threshold [B, H, Tq]; edges [B, H, G].
+    reach, threshold [B, H, Tq]; edges [B, H, G].
     """
-    group = reach.shape[1] // norms.shape[1]
-    tail = _by_block(norms, block, fill=-math.inf)  # [B, Hkv, key blocks, block]
-    longest = tail.amax(-1)  # [B, Hkv, key blocks]
-    spread = (tail - longest[..., None]).nan_to_num(nan=0.0, posinf=0.0)  # -inf stays: no key there
-    spread = spread.masked_fill(torch.isneginf(tail), -math.inf)
-    longest, spread = (t.repeat_interleave(group, dim=1) for t in (longest, spread))
-    inside = torch.arange(1 - block, 1, device=norms.device)  # position relative to the end of the block
-    fade = (slopes[..., None] * inside).to(norms.dtype)[:, :, None]  # [B or 1, H, 1, block]
-    ends = (torch.arange(tail.shape[2], device=norms.device) + 1) * block - 1
-    rounding = 1e-5 + 2.0**-22 * block * slopes[..., None]  # the largest term is at most `fade` away from zero
     bad = ~(torch.isfinite(reach) & torch.isfinite(threshold)) & ~torch.isposinf(threshold)
-
+    threshold = threshold.masked_fill(bad, -math.inf)
     skip = None
-    below = torch.full_like(edges[..., :1], -1.0)
+    below = None
     for edge in edges.unbind(-1):
         x = edge[..., None]  # [B, H, 1]
-        weights = torch.logsumexp(spread * x[..., None].to(norms.dtype) + fade, dim=-1)  # [B, H, key blocks]
-        block_sum = weights.double() + x * longest.double() + rounding
-        block_sum = block_sum.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
-        table = torch.logcumsumexp(block_sum + slopes[..., None] * ends, dim=-1)  # rises with the block
-        mine = (reach > below) & (reach <= x)
-        least = threshold.masked_fill(~mine, math.inf).masked_fill(bad, -math.inf)
+        least = threshold
+        if edges.shape[-1] > 1:
+            mine = reach <= x if below is None else (reach > below) & (reach <= x)
+            least = threshold.masked_fill(~(mine | bad), math.inf)
         least = _by_block(least, block, fill=math.inf).amin(-1)  # [B, H, query blocks]
-        count = torch.searchsorted(table.contiguous(), least.contiguous(), right=True)
+        count = torch.searchsorted(tail.table(x), least, right=True)
         skip = count if skip is None else torch.minimum(skip, count)
         below = x
     assert skip is not None

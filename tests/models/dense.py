@@ -1,0 +1,202 @@
+"""A whole transformer written out as formulas, dense and in float64: what every model here is compared with.
+
+It reads the names of the weights and the fields of the config, and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import trainshort as ts
+
+Weights = dict[str, Tensor]
+
+
+def weights_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> Weights:
+    """Copies of all weights, ready to receive gradients; tied ones are one tensor."""
+    copies: dict[int, Tensor] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to(dtype, copy=True).requires_grad_()
+        found[name] = copies[id(tensor)]
+    return found
+
+
+def paper_slopes(heads: int) -> list[float]:
+    closest = 2 ** int(math.log2(heads))
+    first = [2.0 ** (-8.0 * (head + 1) / closest) for head in range(closest)]
+    return first + [2.0 ** (-8.0 * (2 * head + 1) / (2 * closest)) for head in range(heads - closest)]
+
+
+def t5_bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -> int:
+    offset, steps = 0, max(-distance, 0)
+    if bidirectional:
+        buckets //= 2
+        offset, steps = buckets if distance > 0 else 0, abs(distance)
+    exact = buckets // 2
+    if steps < exact:
+        return offset + steps
+    place = math.log(steps / exact) / math.log(furthest / exact) * (buckets - exact)
+    return offset + min(buckets - 1, exact + int(place + 1e-9))
+
+
+def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: int, start: int = 0) -> Tensor:
+    """What is added to the scores: [H, Tq, Tk]. Distances are key - query; -inf where a head does not look."""
+    distance = torch.arange(keys)[None, :] - (start + torch.arange(queries))[:, None]
+    dtype = weights["trunk.embedding.weight"].dtype if "trunk.embedding.weight" in weights else torch.float64
+    bias = torch.zeros(config.num_heads, queries, keys, dtype=dtype)
+    options = config.position_options
+    if config.position == "alibi":
+        if options.get("trainable"):
+            slopes = weights["position.log_slopes"].exp()
+        else:
+            given = options.get("slopes") or paper_slopes(config.num_heads)
+            slopes = torch.tensor(given, dtype=dtype) * options.get("scale", 1.0)
+        bias = bias - slopes[:, None, None] * distance.abs()
+        if options.get("one_sided"):
+            past = (config.num_heads + 1) // 2
+            bias[:past] = bias[:past].masked_fill(distance > 0, -math.inf)
+            bias[past:] = bias[past:].masked_fill(distance < 0, -math.inf)
+    elif config.position == "t5":
+        buckets, furthest = options.get("buckets", 32), options.get("max_distance", 128)
+        every = {int(d): t5_bucket(int(d), buckets, furthest, not config.causal) for d in distance.unique()}
+        rows = torch.tensor([[every[int(d)] for d in line] for line in distance])
+        bias = weights["position.table"][rows].permute(2, 0, 1)
+    if config.causal:
+        bias = bias.masked_fill(distance > 0, -math.inf)
+    return bias
+
+
+def embedded(config: ts.ModelConfig, weights: Weights, x: Tensor, positions: Tensor) -> Tensor:
+    if config.position == "sinusoidal":
+        half = config.d_model // 2
+        angles = positions[..., None].double() * 10000.0 ** (-torch.arange(half).double() / (half - 1))
+        return x + torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
+    if config.position == "learned":
+        return x + weights["position.embedding.weight"][positions]
+    return x
+
+
+def turned(config: ts.ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary: as complex numbers. x: [B, heads, T, D]."""
+    if config.position != "rotary":
+        return x
+    half = x.shape[-1] // 2
+    angles = positions[:, None, :, None].double() * 10000.0 ** (-torch.arange(half).double() / half)
+    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles).to(
+        torch.complex128 if x.dtype == torch.float64 else torch.complex64
+    )
+    return torch.cat((numbers.real, numbers.imag), dim=-1)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D]; bias: [B or 1, H, Tq, Tk]. Zeros where nothing is in sight."""
+    group = q.shape[1] // k.shape[1]
+    owner = [head // group for head in range(q.shape[1])]
+    scores = scale * q @ k[:, owner].transpose(2, 3) + bias
+    blind = torch.isneginf(scores).all(-1, keepdim=True)
+    probabilities = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return probabilities @ v[:, owner]
+
+
+def normed(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    if config.norm != "rmsnorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[f"{name}.weight"]
+    return x + weights[f"{name}.bias"] if config.norm == "layernorm" else x
+
+
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    out = x @ weights[f"{name}.weight"].T
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+
+def activated(config: ts.ModelConfig, x: Tensor) -> Tensor:
+    if config.activation == "relu":
+        return x.clamp_min(0.0)
+    if config.activation == "silu":
+        return x / (1.0 + (-x).exp())
+    if config.activation == "gelu_tanh":
+        return 0.5 * x * (1.0 + ((2.0 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh())
+    return 0.5 * x * (1.0 + (x / 2.0**0.5).erf())
+
+
+def feed_forward(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    x = linear(weights, f"{name}.up", x)
+    inner = activated(config, x[..., : config.hidden])
+    if config.gated:
+        inner = inner * x[..., config.hidden :]
+    return linear(weights, f"{name}.down", inner)
+
+
+def self_attention(
+    config: ts.ModelConfig, weights: Weights, name: str, x: Tensor, positions: Tensor, bias: Tensor
+) -> Tensor:
+    batch, length, _ = x.shape
+    x = linear(weights, f"{name}.qkv", x)
+    if config.clip_qkv is not None:
+        x = x.clamp(-config.clip_qkv, config.clip_qkv)
+    x = x.view(batch, length, -1, config.width).transpose(1, 2)
+    queries, keys = config.num_heads, config.num_heads + config.kv_heads
+    q, k = (turned(config, part, positions) for part in (x[:, :queries], x[:, queries:keys]))
+    scale = config.width**-0.5 if config.attention_scale is None else config.attention_scale
+    out = softmax_attention(q, k, x[:, keys:], bias, scale)
+    return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(batch, length, -1))
+
+
+def hidden_states(
+    config: ts.ModelConfig,
+    weights: Weights,
+    tokens: Tensor,
+    *,
+    real: Tensor | None = None,
+    token_types: Tensor | None = None,
+) -> Tensor:
+    """tokens: [B, T]; real: bool [B, T], False for padding -> [B, T, d_model]."""
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand(tokens.shape)
+    bias = position_bias(config, weights, length, length)[None]
+    if real is not None:
+        positions = (positions - real.int().argmax(-1, keepdim=True)).clamp_min(0)
+        bias = bias.expand(len(tokens), -1, -1, -1).masked_fill(~real[:, None, None, :], -math.inf)
+    x = weights["trunk.embedding.weight"][tokens]
+    if config.token_types:
+        x = x + weights["trunk.token_types.weight"][0 * tokens if token_types is None else token_types]
+    x = embedded(config, weights, x, positions)
+    if config.embedding_norm:
+        x = normed(config, weights, "trunk.embedding_norm", x)
+    for layer in range(config.num_layers):
+        at = f"trunk.blocks.{layer}"
+        if config.norm_place == "post":
+            attended = self_attention(config, weights, f"{at}.attention", x, positions, bias)
+            x = normed(config, weights, f"{at}.attention_norm", x + attended)
+            x = normed(config, weights, f"{at}.ffn_norm", x + feed_forward(config, weights, f"{at}.ffn", x))
+            continue
+        first = normed(config, weights, f"{at}.attention_norm", x)
+        attended = self_attention(config, weights, f"{at}.attention", first, positions, bias)
+        if config.parallel_residual:
+            second = normed(config, weights, f"{at}.ffn_norm", x) if config.parallel_norms else first
+            x = x + attended + feed_forward(config, weights, f"{at}.ffn", second)
+        else:
+            x = x + attended
+            x = x + feed_forward(config, weights, f"{at}.ffn", normed(config, weights, f"{at}.ffn_norm", x))
+    if config.final_norm and config.norm_place == "pre":
+        x = normed(config, weights, "trunk.final_norm", x)
+    return x
+
+
+def logits(config: ts.ModelConfig, weights: Weights, tokens: Tensor, **about: Tensor | None) -> Tensor:
+    """Of a language model: [B, T, V]."""
+    return linear(weights, "head", hidden_states(config, weights, tokens, **about))
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all targets that are not -100, in nats."""
+    chosen = targets != -100
+    rows = scores[chosen]
+    right = rows.gather(-1, targets[chosen][:, None])[:, 0]
+    return (torch.logsumexp(rows, dim=-1) - right).mean()

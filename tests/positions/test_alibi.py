@@ -1,0 +1,218 @@
+"""ALiBi as a position method: the paper's slopes, learned slopes, slopes of a part of the heads, one-sided heads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainshort as ts
+from trainshort.positions import Shape, build_position
+from trainshort.positions.alibi import Alibi
+
+
+def alibi(heads: int = 4, *, causal: bool = True, **options) -> Alibi:
+    position = build_position("alibi", Shape(d_model=8 * heads, num_heads=heads, head_dim=8, causal=causal), options)
+    assert isinstance(position, Alibi)
+    return position
+
+
+def slopes_of(position: Alibi) -> Tensor:
+    bias = position.bias()
+    assert isinstance(bias, ts.LinearBias)
+    return bias.slopes
+
+
+def paper_slopes(heads: int) -> list[float]:
+    """Geometric for a power of two; otherwise every second slope of the next one fills up the rest."""
+    closest = 2 ** int(math.log2(heads))
+    first = [2.0 ** (-8.0 * (head + 1) / closest) for head in range(closest)]
+    rest = [2.0 ** (-8.0 * (2 * head + 1) / (2 * closest)) for head in range(heads - closest)]
+    return first + rest
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sees: list[str]) -> Tensor:
+    """softmax(q.k / sqrt(D) - slope |i - j|) v in float64, each head looking its way."""
+    q, k, v = q.double(), k.double(), v.double()
+    index = torch.arange(q.shape[2])
+    ahead = index[None, :] - index[:, None]  # key - query
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3]) - slopes.double()[:, None, None] * ahead.abs()
+    hidden = {"past": ahead > 0, "future": ahead < 0, "both": torch.zeros_like(ahead, dtype=torch.bool)}
+    scores = scores.masked_fill(torch.stack([hidden[way] for way in sees]), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def normal(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((3, *shape), generator=generator).unbind(0)
+
+
+# Fixed slopes
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 40])
+def test_the_slopes_are_the_papers(heads: int) -> None:
+    slopes = slopes_of(alibi(heads))
+    assert slopes.dtype == torch.float32
+    torch.testing.assert_close(slopes, torch.tensor(paper_slopes(heads)), rtol=1e-6, atol=0.0)
+
+
+def test_fixed_slopes_are_no_parameters_and_not_stored() -> None:
+    position = alibi()
+    assert list(position.parameters()) == []
+    assert position.state_dict() == {}
+    assert position.max_length is None
+
+
+def test_a_model_stores_no_slopes_and_nothing_that_grows_with_length() -> None:
+    config = ts.ModelConfig(d_model=24, num_heads=3, num_layers=2, vocab_size=19)
+    model = ts.LanguageModel(config)
+    before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for length in (5, 210):
+        model(torch.randint(19, (1, length)))
+    after = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert after == before
+    assert not [name for name in after if "slope" in name or "position" in name]
+    kept = [*model.buffers(), *model.parameters()]
+    assert not [tensor.shape for tensor in kept if {5, 210} & set(tensor.shape)]
+
+
+def test_attention_is_the_formula() -> None:
+    q, k, v = normal(2, 3, 300, 8)
+    out = ts.attention(q, k, v, bias=alibi(3).bias())
+    expected = dense_attention(q, k, v, torch.tensor(paper_slopes(3)), ["past"] * 3)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_slopes_stay_exact_when_the_model_is_cast_to_16_bits(dtype: torch.dtype) -> None:
+    """Rounded to bfloat16, a slope of 2^-0.5 is off by 0.3%: thirty units at distance ten thousand."""
+    exact = slopes_of(alibi(12)).clone()
+    position = alibi(12).to(dtype)
+    assert slopes_of(position).dtype == torch.float32
+    assert torch.equal(slopes_of(position), exact)
+
+
+def test_scale_multiplies_every_slope() -> None:
+    torch.testing.assert_close(slopes_of(alibi(6, scale=0.125)), 0.125 * slopes_of(alibi(6)))
+    local = alibi(2, slopes=[0.5, 0.25], scale=3.0)
+    assert torch.equal(slopes_of(local), torch.tensor([1.5, 0.75]))
+
+
+# Slopes of a part of the heads
+
+
+def test_given_slopes_are_those_heads_of_the_full_model() -> None:
+    full = slopes_of(alibi(6))
+    q, k, v = normal(1, 6, 200, 8)
+    out = ts.attention(q, k, v, bias=alibi(6).bias())
+    for first, end in ((0, 2), (2, 5), (5, 6)):
+        part = alibi(end - first, slopes=full[first:end].tolist())
+        heads = slice(first, end)
+        local = ts.attention(q[:, heads], k[:, heads], v[:, heads], bias=part.bias())
+        torch.testing.assert_close(local, out[:, heads], rtol=1e-6, atol=1e-6)
+        own = ts.attention(q[:, heads], k[:, heads], v[:, heads], bias=alibi(end - first).bias())
+        assert not torch.allclose(own, out[:, heads], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"slopes": [0.5, 0.25]}, "each of 4 heads, got 2"),
+        ({"slopes": [0.5, 0.25, 0.0, 0.1]}, "must be positive, got 0.0"),
+        ({"slopes": [0.5, 0.25, -0.5, 0.1]}, "must be positive, got -0.5"),
+        ({"slopes": [0.5, 0.25, math.nan, 0.1]}, "slopes must be positive"),
+        ({"slopes": [0.5, 0.25, math.inf, 0.1]}, "slopes must be positive"),
+        ({"scale": -1.0}, "must be positive"),
+        ({"one_sided": True}, "one_sided is for encoders"),
+    ],
+)
+def test_slopes_that_cannot_be_are_refused(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        alibi(4, **options)
+
+
+# Trainable slopes
+
+
+def test_trainable_slopes_start_where_the_paper_has_them() -> None:
+    position = alibi(6, trainable=True)
+    torch.testing.assert_close(slopes_of(position).detach(), torch.tensor(paper_slopes(6)), rtol=1e-6, atol=0.0)
+    assert [tuple(parameter.shape) for parameter in position.parameters()] == [(6,)]
+    assert list(position.state_dict()) == ["log_slopes"]
+
+
+def test_the_gradient_of_trainable_slopes_is_that_of_the_formula() -> None:
+    q, k, v = normal(1, 4, 150, 8)
+    upstream = torch.randn(1, 4, 150, 8, generator=torch.Generator().manual_seed(1))
+    position = alibi(4, trainable=True)
+    ts.attention(q, k, v, bias=position.bias()).backward(upstream)
+    found = position.log_slopes.grad
+    assert found is not None
+    log_slopes = torch.tensor(paper_slopes(4), dtype=torch.float64).log().requires_grad_()
+    dense_attention(q, k, v, log_slopes.exp(), ["past"] * 4).backward(upstream.double())
+    assert log_slopes.grad is not None
+    torch.testing.assert_close(found.double(), log_slopes.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1.0, 10.0, 1000.0])
+def test_trainable_slopes_stay_positive_after_a_large_step(step: float) -> None:
+    """Whatever the optimizer does, the next forward pass has slopes that attention can use."""
+    position = alibi(4, trainable=True)
+    optimizer = torch.optim.SGD(position.parameters(), lr=step)
+    position.log_slopes.grad = torch.tensor([1.0, -1.0, 0.3, -0.3])
+    optimizer.step()
+    slopes = slopes_of(position).detach()
+    assert bool((slopes > 0).all())
+    assert bool(torch.isfinite(slopes).all())
+    q, k, v = normal(1, 4, 40, 8)
+    assert bool(torch.isfinite(ts.attention(q, k, v, bias=position.bias())).all())
+
+
+def test_training_moves_the_slopes() -> None:
+    torch.manual_seed(0)
+    config = ts.ModelConfig(
+        position_options={"trainable": True}, d_model=32, num_heads=4, num_layers=2, vocab_size=31
+    )
+    model = ts.LanguageModel(config)
+    assert isinstance(model.position, Alibi)
+    before = slopes_of(model.position).detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    tokens = torch.randint(31, (2, 50))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+    after = slopes_of(model.position).detach()
+    assert bool((after > 0).all())
+    assert bool(((after - before).abs() > 1e-3 * before).all())
+
+
+# One-sided heads
+
+
+@pytest.mark.parametrize("heads", [2, 4, 5])
+def test_one_sided_heads_look_one_way(heads: int) -> None:
+    q, k, v = normal(2, heads, 150, 8)
+    out = ts.attention(q, k, v, bias=alibi(heads, causal=False, one_sided=True).bias(), causal=False)
+    past = (heads + 1) // 2
+    sees = ["past"] * past + ["future"] * (heads - past)
+    expected = dense_attention(q, k, v, torch.tensor(paper_slopes(heads)), sees)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_encoders_look_both_ways_by_default() -> None:
+    q, k, v = normal(2, 3, 150, 8)
+    out = ts.attention(q, k, v, bias=alibi(3, causal=False).bias(), causal=False)
+    expected = dense_attention(q, k, v, torch.tensor(paper_slopes(3)), ["both"] * 3)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_sided_slopes_can_be_trained() -> None:
+    position = alibi(4, causal=False, one_sided=True, trainable=True)
+    q, k, v = normal(1, 4, 60, 8)
+    ts.attention(q, k, v, bias=position.bias(), causal=False).square().sum().backward()
+    assert position.log_slopes.grad is not None
+    assert bool((position.log_slopes.grad != 0).all())
