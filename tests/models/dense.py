@@ -74,8 +74,8 @@ def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: 
 def embedded(config: ts.ModelConfig, weights: Weights, x: Tensor, positions: Tensor) -> Tensor:
     if config.position == "sinusoidal":
         half = config.d_model // 2
-        angles = positions[..., None].double() * 10000.0 ** (-torch.arange(half).double() / (half - 1))
-        return x + torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
+        angles = positions[..., None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / (half - 1))
+        return x + torch.cat((angles.sin(), angles.cos()), dim=-1)
     if config.position == "learned":
         return x + weights["position.embedding.weight"][positions]
     return x
@@ -86,10 +86,8 @@ def turned(config: ts.ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
     if config.position != "rotary":
         return x
     half = x.shape[-1] // 2
-    angles = positions[:, None, :, None].double() * 10000.0 ** (-torch.arange(half).double() / half)
-    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles).to(
-        torch.complex128 if x.dtype == torch.float64 else torch.complex64
-    )
+    angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((numbers.real, numbers.imag), dim=-1)
 
 

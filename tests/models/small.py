@@ -17,7 +17,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def small_config(position: str = "alibi", **changes: Any) -> ts.ModelConfig:
-    """Two layers, four heads of eight channels. Learned positions have 1024."""
+    """Two layers, four heads of eight channels. Learned positions have 1024.
+
+    Not tied: a tied head with large weights repeats the last token whatever the layers say.
+    """
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "d_model": 32,
@@ -25,6 +28,7 @@ def small_config(position: str = "alibi", **changes: Any) -> ts.ModelConfig:
         "num_heads": 4,
         "position": position,
         "max_length": 1024 if position == "learned" else None,
+        "tie_embeddings": False,
     }
     return ts.ModelConfig(**(fields | changes))
 
@@ -44,7 +48,8 @@ def lively(model: Model, seed: int = 0) -> Model:
             elif "embedding" in name or "token_types" in name or name.endswith("table"):
                 parameter.copy_(noise)
             else:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+                gain = 3.0 if name == "head.weight" else 1.0
+                parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
     return model
 
 

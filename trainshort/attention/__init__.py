@@ -187,7 +187,9 @@ def backend_for(q: Tensor) -> str:
 
 def _eager(problem: Problem) -> bool:
     """Whether plain tensors are computed right now, with nobody recording, tracing or transforming."""
-    tensors = (problem.q, problem.k, problem.v)
+    tensors = [problem.q, problem.k, problem.v]
+    if isinstance(problem.bias, LinearBias):
+        tensors.append(problem.bias.slopes)
     if torch.compiler.is_compiling() or not all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
         return False
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

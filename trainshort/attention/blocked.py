@@ -117,8 +117,8 @@ class _Run:
     def _shape(self) -> Shape:
         """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
         length = max(self.queries, self.k.shape[2], 1)
-        if not self.fused:
-            share = max(self.queries * self.dim, length * length // (8 * self.batch * self.heads))  # scores of a lane
+        if not self.fused:  # a share of the scores for each lane
+            share = max(self.queries * self.dim, length * length // (8 * max(1, self.batch * self.heads)))
             rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= share), 16)
             keys = max(rows, share // rows)
             return Shape(rows, keys, rows, keys)

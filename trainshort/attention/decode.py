@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainshort.attention import pieces as engine
 from trainshort.attention.bias import LinearBias
+from trainshort.attention.norms import UNDERFLOW
 from trainshort.attention.problem import BLOCK, Problem
 
 
@@ -47,13 +48,15 @@ def first_blocks(problem: Problem) -> Tensor | None:
     q, norms = problem.q.detach()[:, :, 0], problem.key_norms.detach()
     group, dim = q.shape[1] // problem.k.shape[1], q.shape[2]
     longest = norms if norms.dim() == 2 else norms.amax(-1)  # [B, Hkv]
+    tiny = dim**0.5 * UNDERFLOW
     own = problem.k.detach()[:, :, -1]
     if group > 1:
         longest, own = longest.repeat_interleave(group, dim=1), own.repeat_interleave(group, dim=1)
     slopes = problem.slopes(torch.float64)[0].detach()  # [B or 1, H]
     # Twice the rounding of a norm and of an inner product, relative to s‖q‖K.
     slack = 1.0 + 4 * (dim + 4) * 2.0**-23
-    reach = torch.linalg.vector_norm(q, dim=-1).double() * longest.double() * (abs(problem.scale) * slack)
+    reach = (torch.linalg.vector_norm(q, dim=-1).double() + tiny) * (longest.double() + tiny)
+    reach = reach * (abs(problem.scale) * slack)
     score = (q * own).sum(-1).double() * problem.scale
     nats = reach - score - math.log(problem.tolerance) - torch.log(-torch.expm1(-slopes)) + 1e-5
     first = torch.floor((problem.k.shape[2] - nats / slopes) / BLOCK)
@@ -76,20 +79,30 @@ def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
 
     None where numbers that are not finite came up: hidden keys weigh nothing, but 0 * inf is not 0.
     """
-    k, v = problem.k.detach(), problem.v.detach()
+    if problem.key_padding_mask is None:
+        rows = [_some_rows(problem, windows, slice(0, None), 0)]
+    else:  # row by row, so that padding is not even multiplied by zero
+        begins = problem.key_runs()[0][:, 0].tolist()
+        rows = [_some_rows(problem, windows, slice(row, row + 1), begin) for row, begin in enumerate(begins)]
+    out, lse = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*rows, strict=True))
+    if not math.isfinite(out.sum().item() + lse.sum().item()):
+        return None
+    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
+
+
+def _some_rows(problem: Problem, windows: Tensor, rows: slice, begin: int) -> tuple[Tensor, Tensor]:
+    """Output [rows, Hkv, G, D] and log-sum-exp of rows of the batch whose keys start at `begin`."""
+    k, v = problem.k.detach()[rows], problem.v.detach()[rows]
     keys, kv_heads = k.shape[2], k.shape[1]
-    q = problem.q.detach()[:, :, 0].unflatten(1, (kv_heads, -1))  # the queries of a group as rows: [B, Hkv, G, D]
-    slopes = problem.slopes(q.dtype)[0].detach().unflatten(1, (kv_heads, -1))[..., None]  # [B or 1, Hkv, G, 1]
-    low = windows[:, :, 0, 0].unflatten(1, (kv_heads, -1)) * BLOCK  # [B, Hkv, G]
-    if problem.key_padding_mask is not None:
-        low = torch.maximum(low, problem.key_runs()[0][:, :1, None].to(low.dtype))
+    q = problem.q.detach()[rows, :, 0].unflatten(1, (kv_heads, -1))  # the queries of a group as rows: [B, Hkv, G, D]
+    slopes = problem.slopes(q.dtype)[0].detach()
+    slopes = slopes[rows if slopes.shape[0] > 1 else slice(0, 1)].unflatten(1, (kv_heads, -1))[..., None]
+    low = (windows[rows, :, 0, 0].unflatten(1, (kv_heads, -1)) * BLOCK).clamp_min(begin)  # [B, Hkv, G]
     parts, sums = [], []
     for first, end, start in _similar(low.amin((0, 2)).tolist(), keys):
         index = torch.arange(start, keys)
         bias = slopes[:, first:end] * (index - (keys - 1)).to(q.dtype)  # [B or 1, heads, G, W]
-        hidden = index < low[:, first:end, :, None]
-        if start < keys - BLOCK:
-            bias = bias.masked_fill(hidden, -math.inf)
+        bias = bias.masked_fill(index < low[:, first:end, :, None], -math.inf)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[:, first:end],
             k[:, first:end, start:],
@@ -101,10 +114,7 @@ def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
         )
         parts.append(part)
         sums.append(part_lse)
-    out, lse = torch.cat(parts, dim=1), torch.cat(sums, dim=1)
-    if not math.isfinite(out.sum().item() + lse.sum().item()):
-        return None
-    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
+    return torch.cat(parts, dim=1), torch.cat(sums, dim=1)
 
 
 def _similar(lows: list[int], keys: int) -> list[tuple[int, int, int]]:

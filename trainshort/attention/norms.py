@@ -12,11 +12,13 @@ from torch import Tensor
 
 from trainshort.attention.problem import BLOCK, Problem
 
+UNDERFLOW = 2.0**-63  # the square of a smaller number is lost in float32
+
 
 def row_norms(rows: Tensor) -> Tensor:
-    """Lengths of the rows, in at least float32."""
+    """Lengths of the rows, in at least float32; never less than they are for want of exponents."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) + rows.shape[-1] ** 0.5 * UNDERFLOW
 
 
 def center_of(problem: Problem) -> Tensor | None:
@@ -60,7 +62,7 @@ def block_norms_of(problem: Problem, block: int, slack: float) -> Tensor | None:
     given = problem.key_norms
     if given is None or block != BLOCK or not (given.dim() == 2 or given.shape[2] < problem.k.shape[2]):
         return None
-    norms = given.detach().float() * slack
+    norms = (given.detach().float() + problem.k.shape[3] ** 0.5 * UNDERFLOW) * slack
     norms = torch.where(torch.isnan(norms), math.inf, norms)
     return norms if norms.dim() == 3 else norms[..., None].expand(-1, -1, -(-problem.k.shape[2] // block))
 
@@ -75,7 +77,7 @@ def key_norms_of(problem: Problem, center: Tensor | None, slack: float) -> Tenso
             norms = norms[..., None].expand(-1, -1, keys)
         elif norms.shape[2] != keys:
             norms = norms.repeat_interleave(BLOCK, dim=2)[:, :, :keys]
-        norms = norms * slack
+        norms = (norms + k.shape[3] ** 0.5 * UNDERFLOW) * slack
     elif center is None:
         norms = row_norms(k) * slack
     else:
@@ -86,7 +88,7 @@ def key_norms_of(problem: Problem, center: Tensor | None, slack: float) -> Tenso
         square = length * length - 2.0 * overlap + shift * shift
         rounding = (slack - 1.0) * (length + shift) ** 2
         centered = torch.sqrt(square.clamp_min(0.0) + rounding) * slack
-        norms = torch.where(shift > 0, centered, length * slack)
+        norms = torch.where((center != 0).any(-1)[..., None], centered, length * slack)
         norms = torch.where(torch.isfinite(length), norms, math.inf)
     norms = torch.where(torch.isnan(norms), math.inf, norms)
     real = real_keys(problem)

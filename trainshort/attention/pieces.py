@@ -59,10 +59,15 @@ def fused_backward(
     return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True), None)
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     scores = q @ k.transpose(-2, -1) * scale
-    if mask is not None:
-        scores = scores + mask
+    if mask is None:
+        return scores
+    return (scores + mask).masked_fill(torch.isneginf(mask), -math.inf)  # out of sight, even if it is NaN
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask, scale)
     top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(torch.isneginf(top), 0.0)  # every key at -inf: no weight here, others may have some
     weights = torch.exp(scores - top)
@@ -74,9 +79,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
 def plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
 ) -> Gradients:
-    scores = q @ k.transpose(-2, -1) * scale
-    if mask is not None:
-        scores = scores + mask
+    scores = _scores(q, k, mask, scale)
     weights = torch.exp(scores - lse[..., None])
     dv = weights.transpose(-2, -1) @ grad
     dot = (grad * out).sum(-1, keepdim=True)
