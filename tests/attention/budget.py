@@ -26,7 +26,6 @@ from tests.attention.dense import (
     Results,
     distances,
     exact,
-    in_sight,
     native,
     scores_of,
     t5_bucket,
@@ -105,10 +104,10 @@ def skipping_costs(case: Case) -> Results:
     diameter = 2.0 * (v - v.mean(2, keepdim=True)).norm(dim=-1).amax(-1)  # [B, H], at least the true one
     query, upstream = case.q.double().norm(dim=-1), case.upstream().double().norm(dim=-1)  # [B, H, Tq]
     longest = k.norm(dim=-1).amax(-1)
-    furthest = float((distances(case)[:, None] * in_sight(case)).abs().max())
+    furthest = float((distances(case)[:, None] * case.seen).abs().max())
     mass, scale = case.may_skip, abs(case.true_scale)
     dscores = 3.0 * mass * diameter[..., None] * upstream  # [B, H, Tq]: the sum over keys
-    costs = {
+    return {
         "out": mass * diameter * case.q.shape[2] ** 0.5,
         "q": scale * longest * dscores.norm(dim=-1),
         "k": (scale * dscores * query).sum(-1).unflatten(1, (-1, group)).sum(2),
@@ -116,7 +115,6 @@ def skipping_costs(case: Case) -> Results:
         "slopes": dscores.sum() * furthest,
         "future": dscores.sum() * furthest,
     }
-    return costs
 
 
 def _over_rows(terms: Tensor, slopes: Tensor) -> Tensor:
@@ -139,12 +137,24 @@ def _ratio(error: Tensor, allowed: Tensor) -> Tensor:
     return torch.where(torch.isnan(ratio), torch.inf, ratio)
 
 
+class Judge:
+    """What a case should give and how far from it a result may be, computed once for all backends."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.truth = exact(case)
+        self.allowed = error_budget(case)
+
+    def check(self, results: Results) -> None:
+        """Output and every gradient agree with float64 dense attention as well as the number format allows."""
+        assert results.keys() == self.truth.keys()
+        for name, tensor in results.items():
+            like = self.case.q if name == "out" else getattr(self.case, name)
+            assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), name
+        errors = excess(results, self.truth, self.allowed)
+        too_much = {name: error for name, error in errors.items() if not error <= 1.0}
+        assert not too_much, f"errors as multiples of what is allowed: {too_much}"
+
+
 def assert_within_budget(results: Results, case: Case) -> None:
-    """Output and every gradient agree with float64 dense attention as well as the number format allows."""
-    truth = exact(case)
-    assert results.keys() == truth.keys()
-    for name, tensor in results.items():
-        like = case.q if name == "out" else getattr(case, name)
-        assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype), name
-    too_much = {name: x for name, x in excess(results, truth, error_budget(case)).items() if not x <= 1.0}
-    assert not too_much, f"errors as multiples of what is allowed: {too_much}"
+    Judge(case).check(results)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ class Case:
     query_start: int | Tensor | None = None
     key_norms: Tensor | None = None
 
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which query may see which key, bool [B, H, Tq, Tk]."""
+        return in_sight(self)
+
     @property
     def bias(self) -> ts.LinearBias | ts.BucketBias | None:
         if self.slopes is not None:
@@ -66,15 +72,15 @@ class Case:
         return {torch.float64: 0.0, torch.float32: 2.0**-24}.get(self.q.dtype, 2.0**-14)
 
     def arguments(self) -> dict:
-        return dict(
-            causal=self.causal,
-            scale=self.scale,
-            tolerance=self.tolerance,
-            key_padding_mask=self.key_padding_mask,
-            cu_seqlens=self.cu_seqlens,
-            query_start=self.query_start,
-            key_norms=self.key_norms,
-        )
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "tolerance": self.tolerance,
+            "key_padding_mask": self.key_padding_mask,
+            "cu_seqlens": self.cu_seqlens,
+            "query_start": self.query_start,
+            "key_norms": self.key_norms,
+        }
 
     def attend(self, backend: str) -> Tensor:
         return attention(self.q, self.k, self.v, bias=self.bias, backend=backend, **self.arguments())
@@ -145,7 +151,7 @@ def dense(case: Case, dtype: torch.dtype = torch.float64, keep: Tensor | None = 
 
 def scores_of(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Scores [B, H, Tq, Tk], and which queries see nothing [B, H, Tq, 1]: their scores are 0."""
-    seen = in_sight(case) if keep is None else in_sight(case) & keep
+    seen = case.seen if keep is None else case.seen & keep
     blind = ~seen.any(-1, keepdim=True)
     k = _looked_at(case, case.k.to(dtype))
     scores = case.true_scale * (case.q.to(dtype) @ k.transpose(-2, -1)) + bias_of(case, dtype)
@@ -159,7 +165,7 @@ def values_of(case: Case, dtype: torch.dtype) -> Tensor:
 
 def _looked_at(case: Case, keys: Tensor) -> Tensor:
     """Repeated for the heads of a group, and zero where nobody looks: what stands there does not count."""
-    seen = in_sight(case).any(2).any(1)[:, None, :, None]  # [B, 1, Tk, 1]
+    seen = case.seen.any(2).any(1)[:, None, :, None]  # [B, 1, Tk, 1]
     return keys.masked_fill(~seen, 0.0).repeat_interleave(case.q.shape[1] // keys.shape[1], dim=1)
 
 
@@ -173,7 +179,6 @@ def distances(case: Case) -> Tensor:
 
 
 def in_sight(case: Case) -> Tensor:
-    """Which query may see which key, bool [B, H, Tq, Tk]."""
     batch, heads, queries, _ = case.q.shape
     distance = distances(case)[:, None]  # [B or 1, 1, Tq, Tk]
     seen = torch.ones((batch, heads, queries, case.k.shape[2]), dtype=torch.bool, device=case.q.device)

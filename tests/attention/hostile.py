@@ -20,7 +20,7 @@ STEEP_AND_GENTLE = (0.9999, 0.25, 0.01, 1e-4)
 def _normal(length: int, dtype: torch.dtype, slopes: tuple[float, ...] = STEEP_AND_GENTLE, seed: int = 3) -> dict:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn((BATCH, HEADS, length, DIM), generator=generator).to(dtype) for _ in range(3))
-    return dict(q=q, k=k, v=v, slopes=torch.tensor(slopes))
+    return {"q": q, "k": k, "v": v, "slopes": torch.tensor(slopes)}
 
 
 def _direction(dtype: torch.dtype) -> Tensor:
@@ -49,18 +49,18 @@ def outlier_query(length: int, dtype: torch.dtype = torch.float32) -> dict:
 
 def zero_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     case = _normal(length, dtype)
-    return case | dict(k=torch.zeros_like(case["k"]))
+    return case | {"k": torch.zeros_like(case["k"])}
 
 
 def zero_queries(length: int, dtype: torch.dtype = torch.float32) -> dict:
     case = _normal(length, dtype)
-    return case | dict(q=torch.zeros_like(case["q"]))
+    return case | {"q": torch.zeros_like(case["q"])}
 
 
 def constant_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """All keys equal: the scores differ by the bias alone, however long the keys are."""
     case = _normal(length, dtype)
-    return case | dict(k=(50.0 * _direction(dtype)).expand_as(case["k"]).clone())
+    return case | {"k": (50.0 * _direction(dtype)).expand_as(case["k"]).clone()}
 
 
 def aligned_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -68,25 +68,25 @@ def aligned_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     case = _normal(length, dtype)
     generator = torch.Generator().manual_seed(5)
     wiggle = 1.0 + 1e-4 * torch.rand(case["k"].shape[:3], generator=generator)[..., None].to(dtype)
-    return case | dict(
-        k=1e4 * _direction(dtype) * wiggle,
-        q=_direction(dtype) * (1.0 + case["q"].norm(dim=-1, keepdim=True) / 10),
-    )
+    return case | {
+        "k": 1e4 * _direction(dtype) * wiggle,
+        "q": _direction(dtype) * (1.0 + case["q"].norm(dim=-1, keepdim=True) / 10),
+    }
 
 
 def opposed_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """The nearest keys repel as strongly as they can, older ones attract: own scores are the worst guide."""
     case = _normal(length, dtype, slopes=(0.9999, 0.5, 0.25, 0.1))
     sign = torch.where(torch.arange(length) % 97 == 0, 1.0, -1.0).to(dtype)[:, None]
-    return case | dict(
-        k=(20.0 * sign * _direction(dtype)).expand_as(case["k"]).clone(),
-        q=(4.0 * _direction(dtype)).expand_as(case["q"]).clone(),
-    )
+    return case | {
+        "k": (20.0 * sign * _direction(dtype)).expand_as(case["k"]).clone(),
+        "q": (4.0 * _direction(dtype)).expand_as(case["q"]).clone(),
+    }
 
 
 def tiny_norms(length: int, dtype: torch.dtype = torch.float32) -> dict:
     case = _normal(length, dtype)
-    return case | dict(q=1e-4 * case["q"], k=1e-4 * case["k"])
+    return case | {"q": 1e-4 * case["q"], "k": 1e-4 * case["k"]}
 
 
 def far_key(length: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -99,25 +99,25 @@ def far_key(length: int, dtype: torch.dtype = torch.float32) -> dict:
 
 def slopes_by_row(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """[B, H] slopes: a steep row beside a gentle one."""
-    return _normal(length, dtype) | dict(slopes=torch.tensor([[0.9999, 0.5, 1e-4, 0.01], [1e-4, 0.02, 0.7, 0.3]]))
+    return _normal(length, dtype) | {"slopes": torch.tensor([[0.9999, 0.5, 1e-4, 0.01], [1e-4, 0.02, 0.7, 0.3]])}
 
 
 def shifted_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """A large common part, as keys of trained models have it: it changes no softmax, but every norm."""
     case = _normal(length, dtype)
-    return case | dict(k=case["k"] + 30.0 * _direction(dtype))
+    return case | {"k": case["k"] + 30.0 * _direction(dtype)}
 
 
 def growing_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """The older a key, the longer: from 1 to 30 times."""
     case = _normal(length, dtype, slopes=(0.9999, 0.25, 0.1, 0.03))
-    return case | dict(k=case["k"] * torch.linspace(30.0, 1.0, length).to(dtype)[:, None])
+    return case | {"k": case["k"] * torch.linspace(30.0, 1.0, length).to(dtype)[:, None]}
 
 
 def shrinking_keys(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """The mirror image, hostile to the future side: the later a key, the longer."""
     case = _normal(length, dtype, slopes=(0.9999, 0.25, 0.1, 0.03))
-    return case | dict(k=case["k"] * torch.linspace(1.0, 30.0, length).to(dtype)[:, None])
+    return case | {"k": case["k"] * torch.linspace(1.0, 30.0, length).to(dtype)[:, None]}
 
 
 def ramp_against_the_slope(length: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -125,23 +125,27 @@ def ramp_against_the_slope(length: int, dtype: torch.dtype = torch.float32) -> d
     case = _normal(length, dtype, slopes=(0.5, 0.25, 0.125, 0.0625))
     age = torch.arange(length, 0, -1).to(dtype)[:, None]
     k = age * case["slopes"].to(dtype)[:, None, None] * _direction(dtype)
-    return case | dict(k=k.expand_as(case["k"]).clone(), q=_direction(dtype).expand_as(case["q"]).clone(), scale=1.0)
+    return case | {
+        "k": k.expand_as(case["k"]).clone(),
+        "q": _direction(dtype).expand_as(case["q"]).clone(),
+        "scale": 1.0,
+    }
 
 
 def huge_range(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """Norms whose squares overflow float32, with scores that do not."""
     case = _normal(length, dtype)
-    return case | dict(q=1e-18 * case["q"], k=1e20 * case["k"], scale=0.01)
+    return case | {"q": 1e-18 * case["q"], "k": 1e20 * case["k"], "scale": 0.01}
 
 
 def tiny_range(length: int, dtype: torch.dtype = torch.float32) -> dict:
     """Keys whose squares are below float32, made up for by the scale."""
     case = _normal(length, dtype)
-    return case | dict(q=1e12 * case["q"], k=1e-23 * case["k"], scale=1e13)
+    return case | {"q": 1e12 * case["q"], "k": 1e-23 * case["k"], "scale": 1e13}
 
 
 def negative_scale(length: int, dtype: torch.dtype = torch.float32) -> dict:
-    return _normal(length, dtype) | dict(scale=-0.5)
+    return _normal(length, dtype) | {"scale": -0.5}
 
 
 FINITE: dict[str, Callable[..., dict]] = {
@@ -174,7 +178,7 @@ def _poison(tensor: str, value: float, row: int, head: int, share: float) -> Cal
         case = _normal(length, dtype)
         position = int(share * length)
         case[tensor][row, head, position, 2] = value
-        return case | dict(poisoned=(tensor, row, head, position))
+        return case | {"poisoned": (tensor, row, head, position)}
 
     return make
 
@@ -197,4 +201,4 @@ def far_key_10_000_back(dtype: torch.dtype = torch.float32) -> dict:
     q, k, v = (torch.randn((1, 1, length, DIM), generator=generator).to(dtype) for _ in range(3))
     k[:, :, length - 1 - 10_000] = 60.0 * _direction(dtype)
     q[:, :, -1] = 6.0 * _direction(dtype)
-    return dict(q=q, k=k, v=v, slopes=torch.tensor([2.0**-8]))
+    return {"q": q, "k": k, "v": v, "slopes": torch.tensor([2.0**-8])}

@@ -48,33 +48,38 @@ def assert_output_within_budget(case: Case, backend: str) -> None:
 
 
 CACHES: dict[str, dict] = {
-    "one_key": dict(keys=1),
-    "short": dict(keys=100),
-    "one_block": dict(keys=128),
-    "two_blocks": dict(keys=129),
-    "long": dict(keys=1000),
-    "steep": dict(keys=1000, slopes=STEEP),
-    "gentle": dict(keys=1000, slopes=torch.full((3,), 1e-3)),
-    "slopes_by_row": dict(keys=1000, slopes=torch.stack((STEEP, STEEP.flip(0)))),
-    "grouped": dict(keys=1000, heads=6, kv_heads=2),
-    "grouped_unlike_slopes": dict(keys=1000, heads=4, kv_heads=2, slopes=torch.tensor([0.9, 1e-3, 0.5, 0.01])),
-    "one_key_head": dict(keys=1000, heads=4, kv_heads=1, slopes=torch.tensor([0.9, 0.5, 0.1, 1e-3])),
-    "padded_within_a_block": dict(keys=100, key_padding_mask=left_padding(100, 40, length=100)),
-    "padded": dict(keys=500, key_padding_mask=left_padding(500, 140, length=500)),
-    "padded_to_the_last_block": dict(keys=500, slopes=STEEP, key_padding_mask=left_padding(500, 3, length=500)),
-    "padded_on_the_right": dict(keys=300, key_padding_mask=left_padding(300, 200, length=300).flip(1)),
-    "padded_away": dict(keys=300, key_padding_mask=left_padding(300, 0, length=300)),
-    "start": dict(keys=500, query_start=499),
-    "start_inside": dict(keys=500, query_start=301),
-    "start_by_row": dict(keys=500, query_start=torch.tensor([499, 20])),
-    "symmetric": dict(keys=500, causal=False),
-    "two_queries": dict(keys=500, queries=2),
-    "seven_queries": dict(keys=500, queries=7, slopes=STEEP),
-    "bucket": dict(keys=500, bias="bucket"),
-    "no_bias": dict(keys=500, bias="none"),
-    "scaled": dict(keys=500, scale=1.0),
-    "scaled_negative": dict(keys=500, scale=-0.4),
-    "wide_heads": dict(keys=500, dim=80),
+    "one_key": {"keys": 1},
+    "short": {"keys": 100},
+    "one_block": {"keys": 128},
+    "two_blocks": {"keys": 129},
+    "long": {"keys": 1000},
+    "steep": {"keys": 1000, "slopes": STEEP},
+    "gentle": {"keys": 1000, "slopes": torch.full((3,), 1e-3)},
+    "slopes_by_row": {"keys": 1000, "slopes": torch.stack((STEEP, STEEP.flip(0)))},
+    "grouped": {"keys": 1000, "heads": 6, "kv_heads": 2},
+    "grouped_unlike_slopes": {
+        "keys": 1000,
+        "heads": 4,
+        "kv_heads": 2,
+        "slopes": torch.tensor([0.9, 1e-3, 0.5, 0.01]),
+    },
+    "one_key_head": {"keys": 1000, "heads": 4, "kv_heads": 1, "slopes": torch.tensor([0.9, 0.5, 0.1, 1e-3])},
+    "padded_within_a_block": {"keys": 100, "key_padding_mask": left_padding(100, 40, length=100)},
+    "padded": {"keys": 500, "key_padding_mask": left_padding(500, 140, length=500)},
+    "padded_to_the_last_block": {"keys": 500, "slopes": STEEP, "key_padding_mask": left_padding(500, 3, length=500)},
+    "padded_on_the_right": {"keys": 300, "key_padding_mask": left_padding(300, 200, length=300).flip(1)},
+    "padded_away": {"keys": 300, "key_padding_mask": left_padding(300, 0, length=300)},
+    "start": {"keys": 500, "query_start": 499},
+    "start_inside": {"keys": 500, "query_start": 301},
+    "start_by_row": {"keys": 500, "query_start": torch.tensor([499, 20])},
+    "symmetric": {"keys": 500, "causal": False},
+    "two_queries": {"keys": 500, "queries": 2},
+    "seven_queries": {"keys": 500, "queries": 7, "slopes": STEEP},
+    "bucket": {"keys": 500, "bias": "bucket"},
+    "no_bias": {"keys": 500, "bias": "none"},
+    "scaled": {"keys": 500, "scale": 1.0},
+    "scaled_negative": {"keys": 500, "scale": -0.4},
+    "wide_heads": {"keys": 500, "dim": 80},
 }
 
 
@@ -82,14 +87,14 @@ CACHES: dict[str, dict] = {
 @pytest.mark.parametrize("name", CACHES)
 def test_every_cache(name: str, kind: str, backend: str) -> None:
     for tolerance in (0.0, None, 1e-2):
-        case = random_case(**(dict(queries=1) | CACHES[name]), tolerance=tolerance)
+        case = random_case(**({"queries": 1} | CACHES[name]), tolerance=tolerance)
         assert_output_within_budget(with_norms(case, kind), backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["long", "steep", "grouped", "padded"])
 def test_every_dtype(name: str, dtype: torch.dtype, backend: str) -> None:
-    case = random_case(**(dict(queries=1) | CACHES[name]), dtype=dtype)
+    case = random_case(**({"queries": 1} | CACHES[name]), dtype=dtype)
     for kind in KINDS:
         assert_output_within_budget(with_norms(case, kind), backend)
 

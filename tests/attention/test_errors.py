@@ -20,7 +20,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def one_row(**changes) -> dict:
-    return dict(q=tensor(1, H, T, D), k=tensor(1, H, T, D), v=tensor(1, H, T, D)) | changes
+    return {"q": tensor(1, H, T, D), "k": tensor(1, H, T, D), "v": tensor(1, H, T, D)} | changes
 
 
 def borders(*values: int, **changes) -> dict:
@@ -28,7 +28,7 @@ def borders(*values: int, **changes) -> dict:
 
 
 def linear(**arguments) -> ts.LinearBias:
-    return ts.LinearBias(**(dict(slopes=torch.ones(H)) | arguments))
+    return ts.LinearBias(**({"slopes": torch.ones(H)} | arguments))
 
 
 MASK = torch.ones((B, T), dtype=torch.bool)
@@ -37,74 +37,82 @@ SPLIT = torch.tensor([[True] * T, [False, True, False, False, True] + [False] * 
 
 # name: (arguments that replace good ones, error, what the message says)
 CALLS: dict[str, tuple[dict, type[Exception], str]] = {
-    "q_not_a_tensor": (dict(q=[1.0]), TypeError, r"q .*list"),
-    "k_not_a_tensor": (dict(k=None), TypeError, r"k .*NoneType"),
-    "q_of_rank_3": (dict(q=tensor(H, T, D)), ValueError, r"q .*\[4, 10, 8\]"),
-    "k_of_rank_5": (dict(k=tensor(1, B, H, T, D)), ValueError, r"k .*\[1, 2, 4, 10, 8\]"),
-    "v_of_rank_3": (dict(v=tensor(H, T, D)), ValueError, r"v .*\[4, 10, 8\]"),
-    "heads_do_not_divide": (dict(k=tensor(B, 3, T, D), v=tensor(B, 3, T, D)), ValueError, r"4.*3"),
-    "more_key_heads": (dict(k=tensor(B, 8, T, D), v=tensor(B, 8, T, D)), ValueError, r"4.*8"),
-    "no_key_heads": (dict(k=tensor(B, 0, T, D), v=tensor(B, 0, T, D)), ValueError, r"4.*0"),
+    "q_not_a_tensor": ({"q": [1.0]}, TypeError, r"q .*list"),
+    "k_not_a_tensor": ({"k": None}, TypeError, r"k .*NoneType"),
+    "q_of_rank_3": ({"q": tensor(H, T, D)}, ValueError, r"q .*\[4, 10, 8\]"),
+    "k_of_rank_5": ({"k": tensor(1, B, H, T, D)}, ValueError, r"k .*\[1, 2, 4, 10, 8\]"),
+    "v_of_rank_3": ({"v": tensor(H, T, D)}, ValueError, r"v .*\[4, 10, 8\]"),
+    "heads_do_not_divide": ({"k": tensor(B, 3, T, D), "v": tensor(B, 3, T, D)}, ValueError, r"4.*3"),
+    "more_key_heads": ({"k": tensor(B, 8, T, D), "v": tensor(B, 8, T, D)}, ValueError, r"4.*8"),
+    "no_key_heads": ({"k": tensor(B, 0, T, D), "v": tensor(B, 0, T, D)}, ValueError, r"4.*0"),
     "no_heads": (
-        dict(q=tensor(B, 0, T, D), k=tensor(B, 0, T, D), v=tensor(B, 0, T, D), bias=None),
+        {"q": tensor(B, 0, T, D), "k": tensor(B, 0, T, D), "v": tensor(B, 0, T, D), "bias": None},
         ValueError,
         r"q .*\[2, 0, 10, 8\]",
     ),
-    "no_head_dim": (dict(q=tensor(B, H, T, 0), k=tensor(B, H, T, 0), v=tensor(B, H, T, 0)), ValueError, r"q .*10, 0\]"),
-    "head_dim_of_k": (dict(k=tensor(B, H, T, 16), v=tensor(B, H, T, 16)), ValueError, r"k .*8.*16"),
-    "head_dim_of_v": (dict(v=tensor(B, H, T, 16)), ValueError, r"v .*8.*16"),
-    "batch_of_k": (dict(k=tensor(3, H, T, D), v=tensor(3, H, T, D)), ValueError, r"k .*2.*3"),
-    "length_of_v": (dict(v=tensor(B, H, 11, D)), ValueError, r"v .*10.*11"),
-    "heads_of_v": (dict(v=tensor(B, 2, T, D)), ValueError, r"v .*\[2, 2, 10, 8\]"),
-    "dtype_of_k": (dict(k=tensor(dtype=torch.float64)), TypeError, r"k .*float32.*float64"),
-    "dtype_of_v": (dict(v=tensor(dtype=torch.bfloat16)), TypeError, r"v .*float32.*bfloat16"),
+    "no_head_dim": (
+        {"q": tensor(B, H, T, 0), "k": tensor(B, H, T, 0), "v": tensor(B, H, T, 0)},
+        ValueError,
+        r"q .*10, 0\]",
+    ),
+    "head_dim_of_k": ({"k": tensor(B, H, T, 16), "v": tensor(B, H, T, 16)}, ValueError, r"k .*8.*16"),
+    "head_dim_of_v": ({"v": tensor(B, H, T, 16)}, ValueError, r"v .*8.*16"),
+    "batch_of_k": ({"k": tensor(3, H, T, D), "v": tensor(3, H, T, D)}, ValueError, r"k .*2.*3"),
+    "length_of_v": ({"v": tensor(B, H, 11, D)}, ValueError, r"v .*10.*11"),
+    "heads_of_v": ({"v": tensor(B, 2, T, D)}, ValueError, r"v .*\[2, 2, 10, 8\]"),
+    "dtype_of_k": ({"k": tensor(dtype=torch.float64)}, TypeError, r"k .*float32.*float64"),
+    "dtype_of_v": ({"v": tensor(dtype=torch.bfloat16)}, TypeError, r"v .*float32.*bfloat16"),
     "int_tensors": (
-        dict(q=tensor(dtype=torch.int64), k=tensor(dtype=torch.int64), v=tensor(dtype=torch.int64)),
+        {"q": tensor(dtype=torch.int64), "k": tensor(dtype=torch.int64), "v": tensor(dtype=torch.int64)},
         TypeError,
         r"q .*int64",
     ),
     "complex_tensors": (
-        dict(q=tensor(dtype=torch.complex64), k=tensor(dtype=torch.complex64), v=tensor(dtype=torch.complex64)),
+        {"q": tensor(dtype=torch.complex64), "k": tensor(dtype=torch.complex64), "v": tensor(dtype=torch.complex64)},
         TypeError,
         r"q .*complex64",
     ),
-    "device_of_k": (dict(k=tensor().to("meta"), v=tensor().to("meta")), ValueError, r"k .*cpu.*meta"),
-    "slopes_zero": (dict(bias=linear(slopes=torch.tensor([1.0, 0.0, 1.0, 1.0]))), ValueError, r"slopes .*0\.0"),
-    "slopes_negative": (dict(bias=linear(slopes=torch.tensor([1.0, -0.5, 1.0, 1.0]))), ValueError, r"slopes .*-0\.5"),
-    "slopes_nan": (dict(bias=linear(slopes=torch.tensor([1.0, math.nan, 1.0, 1.0]))), ValueError, r"slopes .*nan"),
-    "slopes_inf": (dict(bias=linear(slopes=torch.tensor([1.0, math.inf, 1.0, 1.0]))), ValueError, r"slopes .*inf"),
-    "slopes_for_other_heads": (dict(bias=linear(slopes=torch.ones(3))), ValueError, r"slopes .*\[3\]"),
-    "slopes_for_other_rows": (dict(bias=linear(slopes=torch.ones(3, H))), ValueError, r"slopes .*\[3, 4\]"),
-    "slopes_on_meta": (dict(bias=linear(slopes=torch.ones(H, device="meta"))), ValueError, r"slopes .*cpu.*meta"),
-    "future_negative": (dict(bias=linear(future=-torch.ones(H)), causal=False), ValueError, r"future .*-1\.0"),
-    "future_for_other_heads": (dict(bias=linear(future=torch.ones(3)), causal=False), ValueError, r"future .*\[3\]"),
-    "causal_one_sided": (dict(bias=ts.LinearBias.one_sided(torch.ones(H))), ValueError, r"sees.*causal=False"),
-    "causal_future": (dict(bias=linear(future=torch.ones(H))), ValueError, r"future.*causal=False"),
-    "causal_offset": (dict(bias=linear(offset=0.5)), ValueError, r"offset.*causal=False"),
-    "bias_is_a_tensor": (dict(bias=torch.ones(H)), TypeError, r"bias .*Tensor"),
-    "bias_is_a_string": (dict(bias="alibi"), TypeError, r"bias .*str"),
-    "table_for_other_heads": (dict(bias=ts.BucketBias(torch.ones(32, 3))), ValueError, r"table .*\[32, 3\]"),
-    "scale_nan": (dict(scale=math.nan), ValueError, r"scale .*nan"),
-    "scale_inf": (dict(scale=math.inf), ValueError, r"scale .*inf"),
-    "scale_string": (dict(scale="1"), TypeError, r"scale .*str"),
-    "scale_bool": (dict(scale=True), TypeError, r"scale .*bool"),
-    "tolerance_negative": (dict(tolerance=-1), ValueError, r"tolerance .*-1"),
-    "tolerance_one": (dict(tolerance=1.0), ValueError, r"tolerance .*1\.0"),
-    "tolerance_nan": (dict(tolerance=math.nan), ValueError, r"tolerance .*nan"),
-    "tolerance_string": (dict(tolerance="small"), TypeError, r"tolerance .*str"),
-    "tolerance_bool": (dict(tolerance=False), TypeError, r"tolerance .*bool"),
-    "padding_with_a_hole": (dict(key_padding_mask=HOLE), ValueError, r"key_padding_mask .*row 1"),
-    "padding_in_two_runs": (dict(key_padding_mask=SPLIT), ValueError, r"key_padding_mask .*row 1"),
-    "padding_shape": (dict(key_padding_mask=MASK[:, 1:]), ValueError, r"key_padding_mask .*\[2, 10\].*\[2, 9\]"),
-    "padding_of_one_row": (dict(key_padding_mask=MASK[:1]), ValueError, r"key_padding_mask .*\[1, 10\]"),
-    "padding_of_floats": (dict(key_padding_mask=MASK.float()), TypeError, r"key_padding_mask .*float32"),
-    "padding_of_ints": (dict(key_padding_mask=MASK.long()), TypeError, r"key_padding_mask .*int64"),
-    "padding_as_a_list": (dict(key_padding_mask=MASK.tolist()), TypeError, r"key_padding_mask .*list"),
+    "device_of_k": ({"k": tensor().to("meta"), "v": tensor().to("meta")}, ValueError, r"k .*cpu.*meta"),
+    "slopes_zero": ({"bias": linear(slopes=torch.tensor([1.0, 0.0, 1.0, 1.0]))}, ValueError, r"slopes .*0\.0"),
+    "slopes_negative": ({"bias": linear(slopes=torch.tensor([1.0, -0.5, 1.0, 1.0]))}, ValueError, r"slopes .*-0\.5"),
+    "slopes_nan": ({"bias": linear(slopes=torch.tensor([1.0, math.nan, 1.0, 1.0]))}, ValueError, r"slopes .*nan"),
+    "slopes_inf": ({"bias": linear(slopes=torch.tensor([1.0, math.inf, 1.0, 1.0]))}, ValueError, r"slopes .*inf"),
+    "slopes_for_other_heads": ({"bias": linear(slopes=torch.ones(3))}, ValueError, r"slopes .*\[3\]"),
+    "slopes_for_other_rows": ({"bias": linear(slopes=torch.ones(3, H))}, ValueError, r"slopes .*\[3, 4\]"),
+    "slopes_on_meta": ({"bias": linear(slopes=torch.ones(H, device="meta"))}, ValueError, r"slopes .*cpu.*meta"),
+    "future_negative": ({"bias": linear(future=-torch.ones(H)), "causal": False}, ValueError, r"future .*-1\.0"),
+    "future_for_other_heads": (
+        {"bias": linear(future=torch.ones(3)), "causal": False},
+        ValueError,
+        r"future .*\[3\]",
+    ),
+    "causal_one_sided": ({"bias": ts.LinearBias.one_sided(torch.ones(H))}, ValueError, r"sees.*causal=False"),
+    "causal_future": ({"bias": linear(future=torch.ones(H))}, ValueError, r"future.*causal=False"),
+    "causal_offset": ({"bias": linear(offset=0.5)}, ValueError, r"offset.*causal=False"),
+    "bias_is_a_tensor": ({"bias": torch.ones(H)}, TypeError, r"bias .*Tensor"),
+    "bias_is_a_string": ({"bias": "alibi"}, TypeError, r"bias .*str"),
+    "table_for_other_heads": ({"bias": ts.BucketBias(torch.ones(32, 3))}, ValueError, r"table .*\[32, 3\]"),
+    "scale_nan": ({"scale": math.nan}, ValueError, r"scale .*nan"),
+    "scale_inf": ({"scale": math.inf}, ValueError, r"scale .*inf"),
+    "scale_string": ({"scale": "1"}, TypeError, r"scale .*str"),
+    "scale_bool": ({"scale": True}, TypeError, r"scale .*bool"),
+    "tolerance_negative": ({"tolerance": -1}, ValueError, r"tolerance .*-1"),
+    "tolerance_one": ({"tolerance": 1.0}, ValueError, r"tolerance .*1\.0"),
+    "tolerance_nan": ({"tolerance": math.nan}, ValueError, r"tolerance .*nan"),
+    "tolerance_string": ({"tolerance": "small"}, TypeError, r"tolerance .*str"),
+    "tolerance_bool": ({"tolerance": False}, TypeError, r"tolerance .*bool"),
+    "padding_with_a_hole": ({"key_padding_mask": HOLE}, ValueError, r"key_padding_mask .*row 1"),
+    "padding_in_two_runs": ({"key_padding_mask": SPLIT}, ValueError, r"key_padding_mask .*row 1"),
+    "padding_shape": ({"key_padding_mask": MASK[:, 1:]}, ValueError, r"key_padding_mask .*\[2, 10\].*\[2, 9\]"),
+    "padding_of_one_row": ({"key_padding_mask": MASK[:1]}, ValueError, r"key_padding_mask .*\[1, 10\]"),
+    "padding_of_floats": ({"key_padding_mask": MASK.float()}, TypeError, r"key_padding_mask .*float32"),
+    "padding_of_ints": ({"key_padding_mask": MASK.long()}, TypeError, r"key_padding_mask .*int64"),
+    "padding_as_a_list": ({"key_padding_mask": MASK.tolist()}, TypeError, r"key_padding_mask .*list"),
     "packing_late_start": (borders(1, T), ValueError, r"cu_seqlens .*\[1, 10\]"),
     "packing_early_end": (borders(0, 4, T - 1), ValueError, r"cu_seqlens .*10.*\[0, 4, 9\]"),
     "packing_late_end": (borders(0, 4, T + 1), ValueError, r"cu_seqlens .*10.*\[0, 4, 11\]"),
     "packing_going_down": (borders(0, 6, 4, T), ValueError, r"cu_seqlens .*\[0, 6, 4, 10\]"),
-    "packing_two_rows": (dict(cu_seqlens=torch.tensor([0, T])), ValueError, r"cu_seqlens .*batch.*2"),
+    "packing_two_rows": ({"cu_seqlens": torch.tensor([0, T])}, ValueError, r"cu_seqlens .*batch.*2"),
     "packing_and_padding": (borders(0, T, key_padding_mask=MASK[:1]), ValueError, r"cu_seqlens .*key_padding_mask"),
     "packing_and_start": (borders(0, T, query_start=0), ValueError, r"cu_seqlens .*query_start"),
     "packing_fewer_queries": (borders(0, T, q=tensor(1, H, 3, D)), ValueError, r"cu_seqlens .*3.*10"),
@@ -112,21 +120,21 @@ CALLS: dict[str, tuple[dict, type[Exception], str]] = {
     "packing_as_a_list": (one_row(cu_seqlens=[0, T]), TypeError, r"cu_seqlens .*list"),
     "packing_of_rank_2": (one_row(cu_seqlens=torch.tensor([[0, T]])), ValueError, r"cu_seqlens .*\[1, 2\]"),
     "packing_empty": (one_row(cu_seqlens=torch.tensor([], dtype=torch.int64)), ValueError, r"cu_seqlens .*\[0\]"),
-    "start_float": (dict(query_start=1.5), TypeError, r"query_start .*float"),
-    "start_bool": (dict(query_start=True), TypeError, r"query_start .*bool"),
-    "start_for_other_rows": (dict(query_start=torch.tensor([1, 2, 3])), ValueError, r"query_start .*\[3\]"),
-    "start_scalar_tensor": (dict(query_start=torch.tensor(1)), ValueError, r"query_start .*\[\]"),
-    "start_of_floats": (dict(query_start=torch.tensor([1.0, 2.0])), ValueError, r"query_start .*float32"),
-    "start_as_a_list": (dict(query_start=[1, 2]), TypeError, r"query_start .*list"),
-    "norms_for_other_heads": (dict(key_norms=torch.ones(B, 3)), ValueError, r"key_norms .*\[2, 3\]"),
-    "norms_for_other_keys": (dict(key_norms=torch.ones(B, H, 7)), ValueError, r"key_norms .*\[2, 4, 7\]"),
-    "norms_of_ints": (dict(key_norms=torch.ones((B, H), dtype=torch.int64)), TypeError, r"key_norms .*int64"),
-    "norms_as_a_float": (dict(key_norms=3.0), TypeError, r"key_norms .*float"),
+    "start_float": ({"query_start": 1.5}, TypeError, r"query_start .*float"),
+    "start_bool": ({"query_start": True}, TypeError, r"query_start .*bool"),
+    "start_for_other_rows": ({"query_start": torch.tensor([1, 2, 3])}, ValueError, r"query_start .*\[3\]"),
+    "start_scalar_tensor": ({"query_start": torch.tensor(1)}, ValueError, r"query_start .*\[\]"),
+    "start_of_floats": ({"query_start": torch.tensor([1.0, 2.0])}, ValueError, r"query_start .*float32"),
+    "start_as_a_list": ({"query_start": [1, 2]}, TypeError, r"query_start .*list"),
+    "norms_for_other_heads": ({"key_norms": torch.ones(B, 3)}, ValueError, r"key_norms .*\[2, 3\]"),
+    "norms_for_other_keys": ({"key_norms": torch.ones(B, H, 7)}, ValueError, r"key_norms .*\[2, 4, 7\]"),
+    "norms_of_ints": ({"key_norms": torch.ones((B, H), dtype=torch.int64)}, TypeError, r"key_norms .*int64"),
+    "norms_as_a_float": ({"key_norms": 3.0}, TypeError, r"key_norms .*float"),
 }
 
 
 def call(backend: str, changes: dict):
-    arguments = dict(q=tensor(), k=tensor(), v=tensor(), bias=linear(), backend=backend) | changes
+    arguments = {"q": tensor(), "k": tensor(), "v": tensor(), "bias": linear(), "backend": backend} | changes
     return attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
@@ -154,7 +162,7 @@ NOT_ABOUT_KEYS_ALONE = {name for name, (changes, _, _) in CALLS.items() if set(c
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_ABOUT_KEYS_ALONE])
 def test_windows_refuse_the_same(name: str) -> None:
     changes, error, message = CALLS[name]
-    arguments = dict(q=tensor(), k=tensor()) | {n: value for n, value in changes.items() if n != "v"}
+    arguments = {"q": tensor(), "k": tensor()} | {n: value for n, value in changes.items() if n != "v"}
     with pytest.raises(error, match=message):
         ts.certified_windows(arguments.pop("q"), arguments.pop("k"), **arguments)
 
@@ -214,7 +222,7 @@ def test_bad_blocks(block: object) -> None:
 def test_windows_take_slopes_or_a_bias() -> None:
     with pytest.raises(ValueError, match="slopes and bias"):
         ts.certified_windows(tensor(), tensor(), torch.ones(H), bias=linear())
-    with pytest.raises(TypeError, match="bias .*BucketBias"):
+    with pytest.raises(TypeError, match=r"bias .*BucketBias"):
         ts.certified_windows(tensor(), tensor(), bias=ts.BucketBias(torch.ones(32, H)))  # pyright: ignore[reportArgumentType]
 
 
@@ -230,5 +238,5 @@ def test_triton_does_not_fall_back() -> None:
 
 
 def test_backend_for_wants_a_tensor() -> None:
-    with pytest.raises(TypeError, match="q .*list"):
+    with pytest.raises(TypeError, match=r"q .*list"):
         ts.backend_for([1.0])  # pyright: ignore[reportArgumentType]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "first",
-    ["ts.attention", "ts.alibi_slopes(2)", "ts.LinearBias", "__import__('trainshort.attention.blocked')"],
+    ["ts.attention", "ts.alibi_slopes(2)", "__import__('trainshort.attention.blocked')"],
 )
 def test_attention_is_the_function(first: str) -> None:
     """`trainshort.attention` is also a package, which must not stand in for the function of that name."""

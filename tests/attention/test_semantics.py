@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -40,12 +41,14 @@ def test_nan_comes_out_where_dense_attention_shows_it(
             arguments = hostile.NON_FINITE[name](length, dtype)
             arguments.pop("poisoned")
             for slopes in (arguments["slopes"], torch.full((4,), 0.9)):
-                case = Case(**(arguments | dict(slopes=slopes)), causal=causal, tolerance=tolerance)
+                case = Case(**(arguments | {"slopes": slopes}), causal=causal, tolerance=tolerance)
                 truth = dense(case)[0]
                 assert bool(torch.isnan(truth).any()) or name == "minus_inf_in_k"
                 out = case.attend(backend)
                 differ = (torch.isnan(out) != torch.isnan(truth)).any(-1).nonzero()
-                assert not len(differ), f"{len(differ)} queries differ, first (batch, head, query) {differ[0].tolist()}"
+                assert not len(differ), (
+                    f"{len(differ)} queries differ, first (batch, head, query) {differ[0].tolist()}"
+                )
                 finite = ~torch.isnan(truth)
                 torch.testing.assert_close(out[finite], truth[finite].to(dtype))
 
@@ -76,7 +79,7 @@ def assert_holes_do_not_matter(case: Case, hole: Tensor, backend: str) -> None:
 def test_padding_never_leaks(side, causal: bool, bias: str, backend: str) -> None:
     for length, real in ((90, (90, 41)), (300, (290, 100)), (300, (17, 0))):
         mask = side(*real, length=length)
-        slopes = dict(slopes=STEEP) if bias == "linear" else {}
+        slopes = {"slopes": STEEP} if bias == "linear" else {}
         case = random_case(queries=length, causal=causal, bias=bias, key_padding_mask=mask, **slopes)
         assert_holes_do_not_matter(case, ~mask, backend)
 
@@ -101,19 +104,25 @@ def test_padding_and_the_end_of_a_cache_never_leak_together(backend: str) -> Non
 
 
 BLIND: dict[str, dict] = {
-    "padded_row": dict(queries=150, key_padding_mask=right_padding(150, 0, length=150)),
-    "padded_row_symmetric": dict(queries=150, causal=False, key_padding_mask=right_padding(150, 0, length=150)),
-    "before_left_padding": dict(queries=300, key_padding_mask=left_padding(20, 170, length=300)),
-    "more_queries": dict(queries=300, keys=130),
-    "before_the_keys": dict(queries=200, keys=200, query_start=-140),
-    "all_before_the_keys": dict(queries=200, keys=200, query_start=-500),
-    "no_keys": dict(queries=40, keys=0),
-    "no_keys_symmetric": dict(queries=40, keys=0, causal=False),
-    "no_keys_bucket": dict(queries=40, keys=0, bias="bucket"),
-    "no_keys_no_bias": dict(queries=40, keys=0, bias="none"),
-    "one_sided": dict(queries=40, keys=100, causal=False, query_start=120, sees=("past", "future", "both")),
-    "bucket": dict(queries=300, keys=130, bias="bucket"),
-    "grouped": dict(queries=300, keys=130, heads=4, kv_heads=2),
+    "padded_row": {"queries": 150, "key_padding_mask": right_padding(150, 0, length=150)},
+    "padded_row_symmetric": {"queries": 150, "causal": False, "key_padding_mask": right_padding(150, 0, length=150)},
+    "before_left_padding": {"queries": 300, "key_padding_mask": left_padding(20, 170, length=300)},
+    "more_queries": {"queries": 300, "keys": 130},
+    "before_the_keys": {"queries": 200, "keys": 200, "query_start": -140},
+    "all_before_the_keys": {"queries": 200, "keys": 200, "query_start": -500},
+    "no_keys": {"queries": 40, "keys": 0},
+    "no_keys_symmetric": {"queries": 40, "keys": 0, "causal": False},
+    "no_keys_bucket": {"queries": 40, "keys": 0, "bias": "bucket"},
+    "no_keys_no_bias": {"queries": 40, "keys": 0, "bias": "none"},
+    "one_sided": {
+        "queries": 40,
+        "keys": 100,
+        "causal": False,
+        "query_start": 120,
+        "sees": ("past", "future", "both"),
+    },
+    "bucket": {"queries": 300, "keys": 130, "bias": "bucket"},
+    "grouped": {"queries": 300, "keys": 130, "heads": 4, "kv_heads": 2},
 }
 
 
@@ -186,7 +195,7 @@ def test_packed_documents_are_separate_ones(causal: bool, bias: str, backend: st
     borders = [0, 1, 140, 140, 300, 430]
     case = random_case(batch=1, queries=430, causal=causal, bias=bias, cu_seqlens=torch.tensor(borders))
     results = case.run(backend)
-    for first, end in zip(borders[:-1], borders[1:], strict=True):
+    for first, end in itertools.pairwise(borders):
         if first == end:
             continue
         rows = slice(first, end)
@@ -227,12 +236,12 @@ def test_grouped_queries_are_repeated_heads(slopes: Tensor, kv_heads: int, backe
 @pytest.mark.parametrize(
     "features",
     [
-        dict(queries=300),
-        dict(queries=1100, slopes=STEEP),
-        dict(queries=600, slopes=STEEP, causal=False),
-        dict(queries=300, bias="bucket"),
-        dict(queries=300, heads=6, kv_heads=2),
-        dict(queries=300, dtype=torch.bfloat16),
+        {"queries": 300},
+        {"queries": 1100, "slopes": STEEP},
+        {"queries": 600, "slopes": STEEP, "causal": False},
+        {"queries": 300, "bias": "bucket"},
+        {"queries": 300, "heads": 6, "kv_heads": 2},
+        {"queries": 300, "dtype": torch.bfloat16},
     ],
     ids=["causal", "windows", "symmetric", "bucket", "grouped", "bfloat16"],
 )

@@ -19,22 +19,22 @@ from trainshort.attention.problem import Problem
 STEEP = torch.tensor([0.9, 0.3, 0.05])
 
 CASES: dict[str, dict] = {
-    "short": dict(queries=40),
-    "one_query": dict(queries=1, keys=200),
-    "causal": dict(queries=300),
-    "windows": dict(queries=700, slopes=STEEP),
-    "symmetric": dict(queries=300, causal=False),
-    "left_right": dict(queries=300, causal=False, slopes=STEEP, future=STEEP.flip(0), offset=0.5),
-    "one_sided": dict(queries=300, causal=False, sees=("past", "future", "both")),
-    "slopes_by_row": dict(queries=300, slopes=torch.stack((STEEP, STEEP.flip(0)))),
-    "grouped": dict(queries=300, heads=6, kv_heads=2),
-    "padded": dict(queries=300, key_padding_mask=left_padding(300, 120, length=300)),
-    "packed": dict(batch=1, queries=300, cu_seqlens=torch.tensor([0, 100, 300])),
-    "query_start": dict(queries=20, keys=300, query_start=torch.tensor([200, 100])),
-    "bucket": dict(queries=300, bias="bucket"),
-    "no_bias": dict(queries=300, bias="none"),
-    "bfloat16": dict(queries=300, dtype=torch.bfloat16),
-    "transposed": dict(queries=300),
+    "short": {"queries": 40},
+    "one_query": {"queries": 1, "keys": 200},
+    "causal": {"queries": 300},
+    "windows": {"queries": 700, "slopes": STEEP},
+    "symmetric": {"queries": 300, "causal": False},
+    "left_right": {"queries": 300, "causal": False, "slopes": STEEP, "future": STEEP.flip(0), "offset": 0.5},
+    "one_sided": {"queries": 300, "causal": False, "sees": ("past", "future", "both")},
+    "slopes_by_row": {"queries": 300, "slopes": torch.stack((STEEP, STEEP.flip(0)))},
+    "grouped": {"queries": 300, "heads": 6, "kv_heads": 2},
+    "padded": {"queries": 300, "key_padding_mask": left_padding(300, 120, length=300)},
+    "packed": {"batch": 1, "queries": 300, "cu_seqlens": torch.tensor([0, 100, 300])},
+    "query_start": {"queries": 20, "keys": 300, "query_start": torch.tensor([200, 100])},
+    "bucket": {"queries": 300, "bias": "bucket"},
+    "no_bias": {"queries": 300, "bias": "none"},
+    "bfloat16": {"queries": 300, "dtype": torch.bfloat16},
+    "transposed": {"queries": 300},
 }
 
 
@@ -161,9 +161,9 @@ def halved(case: Case) -> Case:
 
 
 AUTOCAST = {
-    "linear": dict(slopes=torch.tensor([0.1003, 0.0507, 0.0113])),
-    "windows": dict(slopes=torch.tensor([0.9003, 0.507, 0.1113])),
-    "bucket": dict(bias="bucket"),
+    "linear": {"slopes": torch.tensor([0.1003, 0.0507, 0.0113])},
+    "windows": {"slopes": torch.tensor([0.9003, 0.507, 0.1113])},
+    "bucket": {"bias": "bucket"},
 }
 
 
@@ -172,6 +172,8 @@ AUTOCAST = {
 @pytest.mark.parametrize("bias", AUTOCAST)
 def test_autocast_converts_the_inputs_and_nothing_else(bias: str, where: str, backend: str) -> None:
     """The same bits as for inputs converted by hand: nothing inside attention is done in another dtype."""
+    if backend == "reference" and where == "forward_and_backward":
+        pytest.skip("autograd differentiates the reference: its products follow an autocast around backward()")
     case = random_case(queries=500, **AUTOCAST[bias])
     expected = halved(case).run(backend)
     if where == "forward":
@@ -271,7 +273,7 @@ def test_inference_mode(backend: str) -> None:
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("slopes",), ("q", "v"), ("k", "slopes")], ids="+".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_some_inputs_ask_for_a_gradient(backend: str, wanted: tuple[str, ...]) -> None:
-    for features in (dict(queries=100), dict(queries=700, slopes=STEEP)):
+    for features in ({"queries": 100}, {"queries": 700, "slopes": STEEP}):
         case = random_case(**features)
         everything = case.run(backend)
         leaves = {name: getattr(case, name).clone().requires_grad_() for name in wanted}
@@ -289,7 +291,7 @@ def test_double_backward_is_refused() -> None:
     q = case.q.clone().requires_grad_()
     out = replace(case, q=q).attend("blocked")
     (gradient,) = torch.autograd.grad(out, q, case.upstream(), create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward.*reference"):
+    with pytest.raises(RuntimeError, match=r"double backward.*reference"):
         gradient.sum().backward()
 
 

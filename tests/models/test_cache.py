@@ -63,7 +63,7 @@ def test_float64_logits_are_the_same_to_many_digits(position: str) -> None:
         expected = model(tokens)
     for chunks in CHUNKS:
         found = in_chunks(model, tokens, chunks, make_cache(model, 2, "garbage", 300))
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-4 if position == "rotary" else 1e-10)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-10)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -276,7 +276,7 @@ def test_another_number_of_rows() -> None:
 @pytest.mark.parametrize("shape", [(2, 9), (2, 21), (3, 20), (1, 20), (20,)], ids=str)
 def test_a_mask_of_another_shape(shape: tuple[int, ...]) -> None:
     model = language_model()
-    with pytest.raises(ValueError, match=r"key_padding_mask must be \[2, 20\]"):
+    with pytest.raises(ValueError, match=r"key_padding_mask must .*\[2, 20\]"):
         model(random_tokens(2, 20), cache=model.make_cache(2), key_padding_mask=torch.ones(shape, dtype=torch.bool))
 
 
@@ -284,7 +284,7 @@ def test_a_mask_of_another_shape(shape: tuple[int, ...]) -> None:
 def test_a_mask_that_is_not_bool(dtype: torch.dtype) -> None:
     """The masks of other libraries are ints: not of ones is minus two, which is no number of padding tokens."""
     model = language_model("sinusoidal")
-    with pytest.raises(TypeError, match="key_padding_mask must be a bool tensor"):
+    with pytest.raises(TypeError, match=r"key_padding_mask must be (a )?bool"):
         model(random_tokens(2, 20), cache=model.make_cache(2), key_padding_mask=torch.ones(2, 20, dtype=dtype))
 
 

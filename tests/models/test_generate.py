@@ -196,6 +196,14 @@ def test_nothing_asks_for_a_gradient() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_in_inference_mode(position: str) -> None:
+    model, tokens = language_model(position), random_tokens(2, 30)
+    expected = model.generate(tokens, max_new_tokens=5, temperature=0.0)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(tokens, max_new_tokens=5, temperature=0.0), expected)
+
+
 def test_no_new_tokens_are_the_prompt() -> None:
     model, tokens = language_model(), random_tokens(2, 30)
     out = model.generate(tokens, max_new_tokens=0)
@@ -233,8 +241,8 @@ def test_learned_positions_say_when_the_context_ends(use_cache: bool) -> None:
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\] or be None, got 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\] or be None, got 1.5"),
         ({"top_p": math.nan}, "top_p must lie in"),
-        ({"key_padding_mask": torch.ones(2, 5, dtype=torch.bool)}, r"key_padding_mask must be \[2, 10\]"),
-        ({"key_padding_mask": torch.ones(2, 11, dtype=torch.bool)}, r"key_padding_mask must be \[2, 10\]"),
+        ({"key_padding_mask": torch.ones(2, 5, dtype=torch.bool)}, r"key_padding_mask must .*\[2, 10\]"),
+        ({"key_padding_mask": torch.ones(2, 11, dtype=torch.bool)}, r"key_padding_mask must .*\[2, 10\]"),
         ({"key_padding_mask": torch.arange(10).expand(2, -1) < 7}, "left"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "_".join(value),
@@ -248,7 +256,7 @@ def test_arguments_that_cannot_be(use_cache: bool, options: dict[str, Any], matc
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_mask_of_ints_is_refused(use_cache: bool) -> None:
     mask = torch.ones(2, 10, dtype=torch.int64)
-    with pytest.raises(TypeError, match="key_padding_mask must be a bool tensor"):
+    with pytest.raises(TypeError, match=r"key_padding_mask must be (a )?bool"):
         language_model().generate(random_tokens(2, 10), max_new_tokens=3, key_padding_mask=mask, use_cache=use_cache)
 
 

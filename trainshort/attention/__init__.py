@@ -73,6 +73,7 @@ def alibi_attention(
         without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
     backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
     """
+    q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
     if slopes is None:
         slopes = alibi_slopes(q.shape[1], q.device)
@@ -196,6 +197,17 @@ def _eager(problem: Problem) -> bool:
     return not recording and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast queries, keys and values take its dtype; everything else stays as it is."""
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)) or q.dtype == torch.float64:
+        return q, k, v
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def _no_triton(q: Tensor) -> str:
     if q.device.type != "cuda":
         return (
@@ -219,11 +231,8 @@ def _problem(
     key_norms: Tensor | None,
 ) -> Problem:
     """Check what can be checked without looking at values, and fill in what was left out."""
+    q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     problem = Problem(
         q=q,
         k=k,

@@ -24,8 +24,9 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     For a power of two, 2^(-8h/H) for h = 1..H. Otherwise the slopes of the largest power of two c
     below H, followed by every second slope of 2c, starting with its first.
     """
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
+    if isinstance(num_heads, bool) or not isinstance(num_heads, (int, torch.SymInt)):
         raise TypeError(f"num_heads must be an int, got {type(num_heads).__name__}")
+    num_heads = int(num_heads)
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     closest = 1 << (num_heads.bit_length() - 1)

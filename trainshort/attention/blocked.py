@@ -33,11 +33,9 @@ LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied tog
 
 def windows_of(problem: Problem) -> Tensor | None:
     """The certified windows that this backend will use, or None where it visits everything."""
-    if decode.fits(problem):
-        return decode.windows_of(problem)
-    if promising_heads(problem) is None or _capturing(problem.q):
+    if promising_heads(problem) is None and not decode.fits(problem):
         return None
-    return certified_blocks(problem)
+    return None if _capturing(problem.q) else certified_blocks(problem)
 
 
 def given_windows(windows: Tensor) -> Tensor | None:
@@ -54,6 +52,11 @@ def _capturing(tensor: Tensor) -> bool:
 
 def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
+    with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
+        return _forward(problem, windows)
+
+
+def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     try:
         if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
             return done
@@ -71,8 +74,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, BiasGradients]:
     """Gradients of q, k, v and, if wanted, of the bias."""
     fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
-    run = _Run(problem, windows, fused=fused)
-    gradients = run.backward(out, lse, grad, want_bias)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        run = _Run(problem, windows, fused=fused)
+        gradients = run.backward(out, lse, grad, want_bias)
     dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
     return dq, dk, dv, run.bias.gradients() if want_bias else BiasGradients()
 
@@ -195,6 +199,8 @@ class _Run:
         for (head, _, piece), every_place in spread.items():
             elements = piece.keys * self.dim
             most = max(1, min(max(2, TOGETHER // elements), self.k.numel() // elements))
+            if not self.fused:  # scores are held in full
+                most = max(1, min(most, self.q.numel() // (piece.rows * piece.keys)))
             for places in split_places(every_place, most, copy=piece.keys <= LARGEST_COPY):
                 yield Spread(piece, head, self.group, places)
 

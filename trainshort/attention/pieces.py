@@ -102,6 +102,12 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 def sums_by_distance(scores: Tensor) -> Tensor:
     """[X, Y, R, W] -> [X, Y, W + R - 1]: the sum over each diagonal, from distance -(R - 1) to W - 1."""
     rows, columns = scores.shape[-2:]
-    skewed = torch.nn.functional.pad(scores.flip(-2), (0, rows))  # row r starts R - 1 - r columns further left
-    skewed = skewed.flatten(-2)[..., : rows * (columns + rows - 1)]
-    return skewed.unflatten(-1, (rows, columns + rows - 1)).sum(-2)
+    sums = scores.new_zeros((*scores.shape[:-2], columns + rows - 1))
+    for row in range(0, rows, 32):  # a few rows at a time, because they are padded to twice their number
+        part = scores[..., row : row + 32, :].flip(-2)
+        count = part.shape[-2]
+        # Padded by `count` and read with rows one shorter, each row stands one further to the right.
+        skewed = torch.nn.functional.pad(part, (0, count)).flatten(-2)[..., : count * (columns + count - 1)]
+        first = rows - row - count
+        sums[..., first : first + columns + count - 1] += skewed.unflatten(-1, (count, -1)).sum(-2)
+    return sums

@@ -7,7 +7,6 @@ no check ever waits for a GPU.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -154,7 +153,8 @@ def check_slopes_shape(name: str, slopes: Tensor, q: Tensor) -> None:
     batch, heads = q.shape[:2]
     if slopes.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {slopes.device}: move one of them")
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    own = slopes.shape[-1] == heads and (slopes.dim() == 1 or slopes.shape[0] == batch)
+    if slopes.dim() not in (1, 2) or not own:
         raise ValueError(f"{name} must be [{heads}] or [{batch}, {heads}] for this q, got {_shape(slopes)}")
 
 
@@ -186,7 +186,7 @@ def check_shapes(problem: Problem) -> None:
     _check_packing_shape(problem, batch, queries, keys)
     start = problem.query_start
     if isinstance(start, Tensor):
-        if start.dtype not in (torch.int32, torch.int64) or tuple(start.shape) != (batch,):
+        if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or start.shape[0] != batch:
             raise ValueError(
                 f"query_start must be an int or an int32 or int64 tensor [{batch}], got {start.dtype} {_shape(start)}"
             )
@@ -201,7 +201,7 @@ def check_shapes(problem: Problem) -> None:
 def _check_number(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if value - value != 0:  # NaN or infinite, in words that a compiler follows for symbols too
         raise ValueError(f"{name} must be finite, got {value}")
 
 
@@ -212,7 +212,7 @@ def _check_padding_shape(problem: Problem, batch: int, keys: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"key_padding_mask must be a bool tensor, True where a key is real; got {came}")
-    if tuple(mask.shape) != (batch, keys):
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] != keys:
         raise ValueError(f"key_padding_mask must be [{batch}, {keys}] for this k, got {_shape(mask)}")
     if mask.device != problem.q.device:
         raise ValueError(f"key_padding_mask must be on q's device {problem.q.device}, got {mask.device}")
@@ -242,11 +242,11 @@ def _check_packing_shape(problem: Problem, batch: int, queries: int, keys: int) 
 def _check_key_norms_shape(norms: Tensor, k: Tensor) -> None:
     batch, kv_heads, keys, _ = k.shape
     blocks = -(-keys // BLOCK)
-    allowed = ((batch, kv_heads), (batch, kv_heads, blocks), (batch, kv_heads, keys))
     if not isinstance(norms, Tensor) or not norms.is_floating_point():
         came = norms.dtype if isinstance(norms, Tensor) else type(norms).__name__
         raise TypeError(f"key_norms must be a floating point tensor, got {came}")
-    if tuple(norms.shape) not in allowed:
+    rows = norms.dim() in (2, 3) and norms.shape[0] == batch and norms.shape[1] == kv_heads
+    if not rows or (norms.dim() == 3 and norms.shape[2] != blocks and norms.shape[2] != keys):
         raise ValueError(
             f"key_norms must be [batch, key heads], with a last dimension of {blocks} (one bound for each "
             f"block of {BLOCK} keys) or {keys} (one for each key) if any: got {_shape(norms)}"

@@ -18,6 +18,11 @@ from trainshort.attention.problem import Problem
 
 def attend(problem: Problem) -> Tensor:
     """Dense attention, [B, H, Tq, D]. Autograd differentiates it."""
+    with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
+        return _attend(problem)
+
+
+def _attend(problem: Problem) -> Tensor:
     dtype = problem.accumulate_dtype
     q, k, v = (tensor.to(dtype) for tensor in (problem.q, problem.k, problem.v))
     groups = q.shape[1] // k.shape[1]

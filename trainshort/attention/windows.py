@@ -40,8 +40,13 @@ def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
     """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
     if problem.q.device.type == "mps":  # has no float64, which the tables need
         return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
-    if block == BLOCK and decode.fits(problem):
-        return decode.windows_of(problem)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        if block == BLOCK and decode.fits(problem):
+            return decode.windows_of(problem)
+        return _certified_blocks(problem, block)
+
+
+def _certified_blocks(problem: Problem, block: int) -> Tensor:
     low, high = visible_blocks(problem, block)  # [B, H, query blocks]
     empty = high <= low
     heads = promising_heads(problem, block)

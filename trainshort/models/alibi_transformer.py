@@ -47,8 +47,8 @@ class ALiBiTransformer(nn.Module):
         """x: [B, T, d_model]; key_padding_mask: bool [B, T], True for real positions."""
         if x.dim() != 3 or x.shape[-1] != self.config.d_model:
             raise ValueError(
-                f"x must be [batch, length, {self.config.d_model}] for this d_model, got {list(x.shape)}: "
-                f"the last dimension is {x.shape[-1]}, not {self.config.d_model}"
+                f"x must be [batch, length, {self.config.d_model}], as d_model is {self.config.d_model}; "
+                f"got {list(x.shape)}"
             )
         positions = torch.arange(x.shape[1], device=x.device)[None]
         context = Context(self.position, positions, self.position.bias(), key_padding_mask=key_padding_mask)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainshort.attention.norms import row_norms
 from trainshort.attention.problem import BLOCK
 from trainshort.models.config import ModelConfig
 
@@ -86,10 +87,9 @@ class KeyValueCache:
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
-        lengths = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=torch.float32)
-        lengths = torch.nn.functional.pad(lengths, (start % BLOCK, -end % BLOCK)).unflatten(-1, (-1, BLOCK))
-        touched = norms[:, :, start // BLOCK : -(-end // BLOCK)]
-        touched.copy_(torch.maximum(touched, lengths.amax(-1)))
+        lengths = row_norms(k.detach()).float()
+        block = torch.arange(start, end, device=k.device) // BLOCK
+        norms.scatter_reduce_(2, block.expand_as(lengths), lengths, "amax")
         about: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
         if self.padding is not None:
             about["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]

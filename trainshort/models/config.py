@@ -66,6 +66,16 @@ class ModelConfig:
         for name in ("num_kv_heads", "head_dim", "d_ff", "max_length"):
             if getattr(self, name) is not None:
                 self._positive(name)
+        for each in fields(self):
+            self._check_type(each.name, str(each.type))
+        for name in ("norm_eps", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if self.token_types < 0:
+            raise ValueError(f"token_types must be at least 0, got {self.token_types}")
+        if not self.norm_eps >= 0:
+            raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads unless head_dim is given, "
@@ -86,8 +96,19 @@ class ModelConfig:
             raise ValueError("parallel_residual needs norm_place 'pre'")
         if self.parallel_norms and not self.parallel_residual:
             raise ValueError("parallel_norms needs parallel_residual")
-        object.__setattr__(self, "position_options", dict(self.position_options))
+        options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.position_options.items()}
+        object.__setattr__(self, "position_options", options)  # what JSON gives back
         build_position(self.position, self.position_shape, self.position_options)  # refuses what it cannot build
+
+    def _check_type(self, name: str, declared: str) -> None:
+        """Booleans are no numbers and strings are neither: JSON written by hand often has it otherwise."""
+        value = getattr(self, name)
+        kinds = declared.removesuffix(" | None")
+        if (value is None and kinds != declared) or kinds not in ("int", "float", "bool", "str"):
+            return
+        wanted: tuple[type, ...] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[kinds]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kinds != "bool"):
+            raise ValueError(f"{name} must be {declared}, got {value!r}")
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -43,9 +43,11 @@ class Encoder(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Masked-token loss: the mean over targets [B, T] that are not -100. Only those get logits."""
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
         hidden = self(tokens, key_padding_mask)
         chosen = targets != -100
-        return F.cross_entropy(self.logits(hidden[chosen]).float(), targets[chosen])
+        return F.cross_entropy(self.logits(hidden[chosen]).float(), targets[chosen].long())
 
     def pool(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """One vector a text: the mean of the hidden states of its real tokens, [B, d_model]."""

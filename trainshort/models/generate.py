@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainshort.models.layers import check_mask
+
 if TYPE_CHECKING:
     from trainshort.models.cache import KeyValueCache
     from trainshort.models.language_model import LanguageModel
@@ -37,6 +39,8 @@ def generate(
     have ended. key_padding_mask: bool [B, T], False for left padding. on_token: called with each new column [B].
     """
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
+    if key_padding_mask is not None:
+        check_mask(key_padding_mask, tokens)
     generator = None
     if seed is not None:
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
@@ -110,7 +114,7 @@ def _choose(
 ) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be mean, sum or none; got {reduction!r}")
         hidden = self.trunk(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens).flatten(0, 1)
-        goal = targets.flatten()
+        goal = targets.flatten().long()
         step = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
         if hidden.shape[0] <= step:
             losses = self._losses(hidden, goal, ignore_index)
@@ -85,7 +85,9 @@ class LanguageModel(nn.Module):
         return total if reduction == "sum" else total / (goal != ignore_index).sum()
 
     def _losses(self, hidden: Tensor, goal: Tensor, ignore_index: int) -> Tensor:
-        return F.cross_entropy(self.head(hidden).float(), goal, ignore_index=ignore_index, reduction="none")
+        logits = self.head(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits, goal, ignore_index=ignore_index, reduction="none")
 
     def make_cache(self, batch_size: int, capacity: int | None = None) -> KeyValueCache:
         """A cache in the dtype and on the device of the model."""

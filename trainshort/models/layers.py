@@ -147,6 +147,14 @@ class Block(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
+def check_mask(mask: Tensor, tokens: Tensor) -> None:
+    """Refuse a key_padding_mask that does not go with these tokens."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be a bool tensor, True for real tokens; got {mask.dtype}")
+    if mask.shape != tokens.shape:
+        raise ValueError(f"key_padding_mask must be {list(tokens.shape)} like tokens, got {list(mask.shape)}")
+
+
 class Trunk(nn.Module):
     """From tokens to hidden states: embeddings, positions and blocks. What both kinds of models share."""
 
@@ -173,11 +181,14 @@ class Trunk(nn.Module):
         start = 0 if cache is None else cache.length
         length = tokens.shape[1]
         limit = self.position.max_length
-        if limit is not None and start + length > limit:
+        longest = start + length if cu_seqlens is None else _longest(cu_seqlens, limit)
+        if limit is not None and longest > limit:
             raise ValueError(
-                f"{self.config.position} positions end at {limit} tokens, got {start + length}: "
+                f"{self.config.position} positions end at {limit} tokens, got {longest}: "
                 "use a shorter text, or a position method without a limit such as alibi"
             )
+        if key_padding_mask is not None:
+            check_mask(key_padding_mask, tokens)
         if cache is not None:
             self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
         positions = self._positions(start, tokens, cache, key_padding_mask, cu_seqlens)
@@ -242,9 +253,19 @@ class Trunk(nn.Module):
         index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         if cu_seqlens is not None:
             borders = cu_seqlens.to(torch.int64)
-            return index - borders[torch.searchsorted(borders, index, right=True) - 1]
+            place = index - borders[torch.searchsorted(borders, index, right=True) - 1]
+            return place.clamp(
+                0, self.position.max_length and self.position.max_length - 1
+            )  # attention checks borders
         if cache is not None and cache.padding is not None:
             return (index - cache.padding[:, None]).clamp_min(0)
         if cache is None and mask is not None and mask.shape[1]:
             return (index - mask.to(torch.int8).argmax(-1)[:, None]).clamp_min(0)
         return index
+
+
+def _longest(cu_seqlens: Tensor, limit: int | None) -> int:
+    """The longest document, where there is a limit to it and it can be read without waiting for a GPU."""
+    if limit is None or cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or len(cu_seqlens) < 2:
+        return 0
+    return int(cu_seqlens.diff().max())

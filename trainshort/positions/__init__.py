@@ -31,7 +31,7 @@ def build_position(name: str, shape: Shape, options: Mapping[str, Any]) -> Posit
     """The position method of that name, for a model of that shape."""
     method = POSITIONS.get(name)
     if method is None:
-        near = difflib.get_close_matches(str(name), POSITIONS, n=1)
+        near = difflib.get_close_matches(str(name).lower(), POSITIONS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"position must be one of {', '.join(POSITIONS)}; got {name!r}{hint}")
     known = list(inspect.signature(method.__init__).parameters)[2:]

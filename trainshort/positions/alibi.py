@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainshort.attention.bias import Bias, LinearBias, alibi_slopes
 from trainshort.positions.position import Position, Shape
+
+LOG_RANGE = (-30.0, 20.0)  # of trainable slopes: beyond, their exponential leaves the range of float32
 
 
 class Alibi(Position):
@@ -36,8 +39,9 @@ class Alibi(Position):
             raise ValueError("alibi one_sided is for encoders: causal attention sees the past alone")
         values = alibi_slopes(shape.num_heads) if slopes is None else torch.tensor(slopes, dtype=torch.float32)
         values = values * scale
-        if not bool((values > 0).all()):
-            raise ValueError(f"alibi slopes must be positive, got {values.min().item()}")
+        good = (values > 0) & torch.isfinite(values)
+        if not bool(good.all()):
+            raise ValueError(f"alibi slopes must be positive, got {values[~good][0].item()}")
         self.one_sided = one_sided
         self.trainable = trainable
         if trainable:
@@ -45,12 +49,18 @@ class Alibi(Position):
         else:
             self.register_buffer("slopes", values, persistent=False)
 
+    def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Alibi:
+        """Fixed slopes move with the model but stay float32: rounded to 16 bits they would be wrong far away."""
+        before = None if self.trainable else self.get_buffer("slopes")
+        super()._apply(function, recurse)
+        if before is not None:
+            self.slopes = before.to(self.get_buffer("slopes").device)
+        return self
+
     def _current(self) -> Tensor:
-        """In float32 whatever the model was cast to: slopes of 16 bits would be wrong far away."""
         if self.trainable:
-            return self.log_slopes.float().exp()
-        slopes = self.get_buffer("slopes")
-        return slopes.float()
+            return self.log_slopes.float().clamp(*LOG_RANGE).exp()
+        return self.get_buffer("slopes")
 
     def bias(self) -> Bias:
         slopes = self._current()

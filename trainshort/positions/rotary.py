@@ -17,15 +17,18 @@ class Rotary(Position):
         super().__init__()
         if shape.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {shape.head_dim}")
+        if not base > 0:
+            raise ValueError(f"rotary base must be positive, got {base}")
         self.head_dim, self.base = shape.head_dim, base
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         half = self.head_dim // 2
-        steps = torch.arange(half, device=q.device, dtype=torch.float32) / half
-        angles = positions.float()[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, half]
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        steps = torch.arange(half, device=q.device, dtype=dtype) / half
+        angles = positions.to(dtype)[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, half]
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [B or 1, 1, T, half]
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        one, two = x.float().chunk(2, dim=-1)
+        one, two = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1).to(x.dtype)

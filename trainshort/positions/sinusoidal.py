@@ -17,6 +17,8 @@ class Sinusoidal(Position):
         super().__init__()
         if shape.d_model % 2:
             raise ValueError(f"sinusoidal positions need an even d_model, got {shape.d_model}")
+        if not base > 0:
+            raise ValueError(f"sinusoidal base must be positive, got {base}")
         self.d_model, self.base = shape.d_model, base
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Our own format: config.json, model.safetensors and, where there is one, tokenizer.json, in one folder.
 
-Files are written beside their name and then moved into place, so that a folder never holds half a model.
+All files are written beside their names and then moved into place, so that a folder never holds half a model.
 """
 
 from __future__ import annotations
@@ -38,10 +38,21 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     header = {"format": FORMAT, "version": VERSION, "kind": kind, "model": model.config.to_dict()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _stored(model).items()}
-    _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(header, indent=2) + "\n"))
+    writers: dict[str, Callable[[Path], Any]] = {
+        "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        "config.json": lambda path: path.write_text(json.dumps(header, indent=2) + "\n"),
+    }
     if model.tokenizer is not None:
-        _replace(folder / "tokenizer.json", lambda path: path.write_text(model.tokenizer.to_str()))
+        writers["tokenizer.json"] = lambda path: path.write_text(model.tokenizer.to_str())
+    partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in writers}
+    try:
+        for name, write in writers.items():
+            write(partial[name])
+        for name, path in partial.items():
+            os.replace(path, folder / name)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
 
 
 def load(
@@ -51,14 +62,16 @@ def load(
     where = folder / "config.json"
     if header.get("version") != VERSION:
         raise ValueError(f"{where}: version {header.get('version')!r} is not one this trainshort reads ({VERSION})")
-    if header.get("kind") not in KINDS:
+    if header.get("kind") not in list(KINDS):
         raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}; got {header.get('kind')!r}")
     try:
-        config = ModelConfig.from_dict(header["model"])
-    except (KeyError, TypeError, ValueError) as error:
+        model: Any = KINDS[header["kind"]](ModelConfig.from_dict(header["model"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
-    model: Any = KINDS[header["kind"]](config)
-    fill(model, folder / "model.safetensors")
+    weights = folder / "model.safetensors"
+    if (stored := _dtype(weights)) is not None:
+        model = model.to(stored)
+    fill(model, weights)
     return model.to(dtype=dtype, device=device)
 
 
@@ -86,6 +99,16 @@ def fill(model: nn.Module, path: Path) -> None:
         raise ValueError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from error
 
 
+def _dtype(path: Path) -> torch.dtype | None:
+    """The dtype of the weights in a file, if it can be told: that of its first tensor."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = sorted(file.keys())
+            return file.get_tensor(names[0]).dtype if names else None
+    except (OSError, SafetensorError):
+        return None  # `fill` says what is wrong
+
+
 def _stored(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, each tensor once, however often it is used."""
     seen: set[int] = set()
@@ -95,12 +118,3 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             stored[name] = tensor
     return stored
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""torch.compile takes a whole model as one graph: in training, and a decoding step with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainshort as ts
+from tests.models.small import EVERY_POSITION, encoder, language_model, random_tokens, small_config
+from trainshort.models import language_model as module
+
+QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def loss_and_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
+    value = loss()
+    return [value.detach(), *torch.autograd.grad(value, list(model.parameters()))]
+
+
+def assert_compiled_loss_equals_eager(
+    model: Any, *inputs: Tensor, backend: str = "aot_eager", **options: Any
+) -> None:
+    compiled = torch.compile(model.loss, fullgraph=True, backend=backend)
+    eager = loss_and_gradients(model, lambda: model.loss(*inputs, **options))
+    found = loss_and_gradients(model, lambda: compiled(*inputs, **options))
+    for one, two in zip(found, eager, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5 * two.abs().max().item())
+
+
+# Training
+
+
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_training(position: str) -> None:
+    model = language_model(position).train()
+    assert_compiled_loss_equals_eager(model, random_tokens(2, 150), random_tokens(2, 150, seed=1))
+
+
+@QUIET
+@pytest.mark.slow
+def test_training_with_inductor() -> None:
+    model = language_model(num_kv_heads=2, gated=True, position_options={"trainable": True}).train()
+    inputs = random_tokens(2, 150), random_tokens(2, 150, seed=1)
+    assert_compiled_loss_equals_eager(model, *inputs, backend="inductor")
+
+
+def test_training_on_packed_documents() -> None:
+    inputs = random_tokens(1, 200), random_tokens(1, 200, seed=1)
+    borders = torch.tensor([0, 90, 131, 200])
+    assert_compiled_loss_equals_eager(language_model("rotary"), *inputs, cu_seqlens=borders)
+
+
+def test_training_on_padded_rows() -> None:
+    mask = torch.arange(60)[None] >= torch.tensor([0, 21])[:, None]
+    inputs = random_tokens(2, 60), random_tokens(2, 60, seed=1).masked_fill(~mask, -100)
+    assert_compiled_loss_equals_eager(language_model(), *inputs, key_padding_mask=mask)
+
+
+def test_training_with_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss in parts, each recomputed in the backward pass, is one graph too."""
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 61 * 40)
+    assert_compiled_loss_equals_eager(language_model(), random_tokens(2, 50), random_tokens(2, 50, seed=1))
+
+
+def test_one_graph_for_all_lengths() -> None:
+    graphs = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = language_model().requires_grad_(False)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    for length in (100, 257, 300, 640):
+        tokens = random_tokens(1, length)
+        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    assert len(graphs) <= 2
+
+
+def test_encoder() -> None:
+    model, tokens = encoder(), random_tokens(2, 140)
+    mask = torch.arange(140)[None] < torch.tensor([140, 77])[:, None]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, mask), model(tokens, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_training_an_encoder() -> None:
+    targets = random_tokens(2, 60, seed=1)
+    targets[random_tokens(2, 60, seed=2) > 12] = -100
+    assert_compiled_loss_equals_eager(encoder(), random_tokens(2, 60), targets)
+
+
+def test_alibi_transformer() -> None:
+    model = ts.ALiBiTransformer(ts.ALiBiConfig(num_layers=2, d_model=48, num_heads=3, dropout=0.0))
+    x = torch.randn(2, 140, 48, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    eager = loss_and_gradients(model, lambda: model(x).square().sum())
+    for one, two in zip(loss_and_gradients(model, lambda: compiled(x).square().sum()), eager, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5 * two.abs().max().item())
+
+
+# Decoding
+
+
+def decode(
+    position: str, *, backend: Any = "aot_eager", padded: bool = False, capacity: int | None = 300, **options: Any
+) -> None:
+    """Twenty steps across a border of blocks, compiled and eager, each with a cache of its own."""
+    model = language_model(position).requires_grad_(False)
+    tokens = random_tokens(2, 140)
+    mask = torch.arange(120)[None] >= torch.tensor([0, 33])[:, None] if padded else None
+    caches = [model.make_cache(2, capacity) for _ in range(2)]
+    for cache in caches:
+        model(tokens[:, :120], cache=cache, key_padding_mask=mask)
+    step = torch.compile(model, fullgraph=True, backend=backend, **options)
+    for place in range(120, 140):
+        token = tokens[:, place : place + 1]
+        expected, found = model(token, cache=caches[0]), step(token, cache=caches[1])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert [cache.length for cache in caches] == [140, 140]
+    for name in ("keys", "values"):
+        for one, two in zip(getattr(caches[1], name), getattr(caches[0], name), strict=True):
+            torch.testing.assert_close(one[:, :, :140], two[:, :, :140], rtol=1e-4, atol=1e-4)
+    for one, two in zip(caches[1].norms, caches[0].norms, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_a_decoding_step(position: str) -> None:
+    decode(position)
+
+
+def test_a_decoding_step_of_padded_rows_in_a_growing_cache() -> None:
+    decode("alibi", padded=True, capacity=None)
+
+
+def test_a_decoding_step_compiled_for_all_lengths_at_once() -> None:
+    decode("alibi", dynamic=True)
+
+
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_decoding_is_compiled_a_few_times_and_not_every_step(position: str) -> None:
+    graphs = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    decode(position, backend=count)
+    assert len(graphs) <= 3
+
+
+@QUIET
+def test_a_compiled_cache_bounds_the_keys_of_every_block() -> None:
+    """Norms written into the wrong block bound nothing: keys would be skipped that matter."""
+    cache = ts.KeyValueCache(small_config(num_layers=1), 1, 400)
+
+    def append(k: Tensor) -> None:
+        cache.append(0, k, k)
+        cache.advance(k.shape[2])
+
+    compiled = torch.compile(append, fullgraph=True)
+    rows = torch.randn(1, 4, 400, 8, generator=torch.Generator().manual_seed(0))
+    append(rows[:, :, :120])
+    for place in range(120, 262):
+        compiled(rows[:, :, place : place + 1])
+    written = rows[:, :, :262].norm(dim=-1)
+    expected = torch.stack([part.amax(-1) for part in written.split(128, dim=-1)], dim=-1)
+    torch.testing.assert_close(cache.norms[0][..., :3], expected)
+
+
+@QUIET
+@pytest.mark.slow
+def test_a_decoding_step_with_inductor() -> None:
+    decode("alibi", backend="inductor")
