@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 test: $(READY)  ## the tests, under twelve minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
 
-test-all: $(READY)  ## the long tests too
-	$(BIN)/python -m pytest --numprocesses 2
+test-all: $(READY)  ## the long tests, which `make test` leaves out
+	$(BIN)/python -m pytest --numprocesses 2 -m slow
 
 check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment
 	$(BIN)/ruff check .

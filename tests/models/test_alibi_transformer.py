@@ -64,6 +64,7 @@ def test_it_is_the_formula(expansion_factor: int, causal: bool) -> None:
     """Pre-norm blocks; scores divided by the root of the head dimension, not of d_model."""
     model = transformer(causal=causal, expansion_factor=expansion_factor).double()
     weights = dense.weights_of(model)
+    assert weights["layers.0.ffn.up.weight"].shape == (48 * expansion_factor, 48)
     config = small_config(
         d_model=48, num_heads=3, d_ff=48 * expansion_factor, causal=causal, ffn_bias=True, ffn_out_bias=True
     )

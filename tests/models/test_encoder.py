@@ -9,6 +9,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.models import dense
+from tests.models.largest import Largest
 from tests.models.small import EVERY_POSITION, VOCABULARY, encoder, random_tokens, small_config
 
 
@@ -107,6 +108,15 @@ def test_masked_token_loss_is_cross_entropy_of_the_chosen(tied: bool) -> None:
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     for one, two in zip(torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_only_masked_tokens_get_logits() -> None:
+    model, tokens = encoder(vocab_size=5000, d_model=8, num_heads=1), random_tokens(1, 200)
+    targets = torch.full_like(tokens, -100)
+    targets[0, 50:60] = 3
+    with torch.no_grad(), Largest() as largest:
+        model.loss(tokens, targets)
+    assert largest.elements <= 10 * 5000 + 200 * 200
 
 
 def test_the_head_is_the_formula() -> None:

@@ -8,24 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import trainshort as ts
+from tests.models.largest import Largest
 from tests.models.small import EVERY_POSITION, VOCABULARY, language_model, random_tokens
 from trainshort.models import language_model as module
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operator made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
-        return out
-
 
 # Logits
 
