@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainshort.attention import blocked, decode, op, plain, reference
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.attention.problem import (
     BLOCK,
@@ -25,6 +26,7 @@ from trainshort.attention.problem import (
     check_values,
     default_tolerance,
 )
+from trainshort.attention.windows import certified_blocks
 
 __all__ = [
     "BucketBias",
@@ -122,17 +124,10 @@ def attention(
     if chosen == "triton":
         raise RuntimeError(_no_triton(problem.q))
     if chosen == "reference":
-        from trainshort.attention import reference
-
         check_values(problem)
         return reference.attend(problem)
-    if backend == "auto":
-        from trainshort.attention import plain
-
-        if plain.fits(problem):
-            return plain.attend(problem)
-    from trainshort.attention import blocked, decode, op
-
+    if backend == "auto" and plain.fits(problem):
+        return plain.attend(problem)
     if _eager(problem) and decode.fits(problem):  # skip the operator's bookkeeping where a step takes microseconds
         check_values(problem)
         return blocked.forward(problem, blocked.windows_of(problem))[0]
@@ -162,8 +157,6 @@ def certified_windows(
     visits. Where the slopes alone show that less than an eighth of the blocks could be skipped, everything is
     visited. Arguments as in `alibi_attention`; `bias` instead of `slopes` for the variants of encoders.
     """
-    from trainshort.attention.windows import certified_blocks
-
     check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a positive int, got {block!r}")
