@@ -75,7 +75,7 @@ def embedded(config: ts.ModelConfig, weights: Weights, x: Tensor, positions: Ten
     if config.position == "sinusoidal":
         half = config.d_model // 2
         angles = positions[..., None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / (half - 1))
-        return x + torch.cat((angles.sin(), angles.cos()), dim=-1)
+        return x * math.sqrt(config.d_model) + torch.cat((angles.sin(), angles.cos()), dim=-1)
     if config.position == "learned":
         return x + weights["position.embedding.weight"][positions]
     return x

@@ -157,3 +157,10 @@ def test_another_rank_is_refused(shape: tuple[int, ...]) -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"256 .* 3"):
         ts.ALiBiTransformer(ts.ALiBiConfig(num_heads=3))
+
+
+@pytest.mark.parametrize("name", ["max_len", "expansion_factor"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "2"])
+def test_sizes_of_its_own_are_positive_ints(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a positive int, got {value!r}"):
+        ts.ALiBiConfig(**{name: value})  # pyright: ignore[reportArgumentType]

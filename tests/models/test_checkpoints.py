@@ -151,6 +151,44 @@ def test_a_tokenizer_laid_into_the_folder_is_loaded(folder: Path) -> None:
     assert ts.load(folder).tokenizer.encode("words").ids == [3]
 
 
+def test_the_tokenizer_of_a_replaced_model_goes_with_it(tmp_path: Path) -> None:
+    first, second = language_model(seed=1), language_model(seed=2)
+    first.tokenizer = tiny_tokenizer()
+    ts.save(first, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*FILES, "tokenizer.json"]
+    ts.save(second, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert ts.load(tmp_path).tokenizer is None
+    assert_same_model(ts.load(tmp_path), second)
+
+
+def test_so_does_one_saved_before_the_config_spoke_of_it(tmp_path: Path) -> None:
+    model = language_model()
+    model.tokenizer = tiny_tokenizer()
+    ts.save(model, tmp_path)
+    change_config(tmp_path, lambda header: header.pop("tokenizer"))
+    ts.save(language_model(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+def test_saving_leaves_alone_what_is_not_ours(tmp_path: Path) -> None:
+    """Also a tokenizer.json: trained beforehand, or laid beside a model, it is nobody else's to delete."""
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "notes.txt").write_text("mine")
+    for seed in range(3):
+        ts.save(language_model(seed=seed), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*FILES, "notes.txt", "tokenizer.json"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert ts.load(tmp_path).tokenizer.to_str() == tiny_tokenizer().to_str()
+
+
+def test_a_tokenizer_beside_another_library_s_model_is_left_alone(tmp_path: Path) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ts.save(language_model(), tmp_path)
+    assert (tmp_path / "tokenizer.json").exists()
+
+
 def test_a_file_that_is_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):

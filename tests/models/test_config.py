@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import trainshort as ts
 from tests.models.small import EVERY_POSITION
@@ -126,6 +129,59 @@ def test_json_round_trip_of_a_tuple() -> None:
     assert ts.ModelConfig.from_json(config.to_json()) == config
 
 
+@pytest.mark.parametrize(
+    "slopes",
+    [
+        torch.tensor([0.5, 0.1]),
+        torch.tensor([0.5, 0.1], dtype=torch.float64),
+        torch.tensor([0.5, 0.1], dtype=torch.bfloat16, requires_grad=True),
+        torch.nn.Parameter(torch.tensor([0.5, 0.1])),
+        tuple(torch.tensor([0.5, 0.1])),
+        np.array([0.5, 0.1]),
+        np.array([0.5, 0.1], dtype=np.float32),
+        [np.float32(0.5), np.float64(0.1)],
+        (1, 2),
+        range(1, 3),
+    ],
+    ids=lambda value: f"{type(value).__name__} {getattr(value, 'dtype', '')}",
+)
+def test_position_options_become_what_json_knows(slopes: Any) -> None:
+    config = ts.ModelConfig(num_heads=2, position_options={"slopes": slopes})
+    stored = config.position_options["slopes"]
+    assert type(stored) is list
+    assert all(type(slope) in (int, float) for slope in stored)
+    assert stored == [getattr(slope, "item", lambda slope=slope: slope)() for slope in slopes]
+    assert ts.ModelConfig.from_json(config.to_json()) == config
+    assert ts.ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_scalars_of_arrays_become_numbers_and_flags() -> None:
+    options = {"scale": torch.tensor(0.5), "trainable": np.True_}
+    config = ts.ModelConfig(position_options=options)
+    assert config.position_options == {"scale": 0.5, "trainable": True}
+    assert [type(value) for value in config.position_options.values()] == [float, bool]
+    t5 = ts.ModelConfig(position="t5", position_options={"buckets": np.int64(16)})
+    assert ts.ModelConfig.from_json(t5.to_json()) == t5
+
+
+def test_it_does_not_share_a_list_it_was_given() -> None:
+    slopes = [0.5, 0.25]
+    config = ts.ModelConfig(num_heads=2, position_options={"slopes": slopes})
+    slopes[0] = 7.0
+    assert config.position_options == {"slopes": [0.5, 0.25]}
+
+
+def test_a_model_made_with_a_tensor_of_slopes_can_be_saved(tmp_path: Path) -> None:
+    slopes = torch.tensor([0.7, 0.3])
+    model = ts.LanguageModel(ts.ModelConfig(num_heads=2, num_layers=1, position_options={"slopes": slopes}))
+    ts.save(model, tmp_path)
+    found = ts.load(tmp_path)
+    assert found.config == model.config
+    bias = found.position.bias()
+    assert isinstance(bias, ts.LinearBias)
+    assert torch.equal(bias.slopes, slopes)
+
+
 def test_from_dict_fills_in_defaults() -> None:
     assert ts.ModelConfig.from_dict({"d_model": 64}) == ts.ModelConfig(d_model=64)
 
@@ -185,6 +241,21 @@ def test_sizes_are_positive_ints(name: str, value: object) -> None:
         ({"attention_scale": math.inf}, r"attention_scale .*inf"),
         ({"token_types": -1}, r"token_types .*-1"),
         ({"token_types": 1.5}, r"token_types .*1.5"),
+        ({"token_types": True}, r"token_types must be int, got True"),
+        ({"token_types": "2"}, r"token_types must be int, got '2'"),
+        ({"dropout": math.inf}, r"dropout must lie in \[0, 1\), got inf"),
+        ({"dropout": -math.inf}, r"dropout must lie in \[0, 1\), got -inf"),
+        ({"dropout": True}, r"dropout must be float, got True"),
+        ({"clip_qkv": math.inf}, r"clip_qkv must be finite, got inf"),
+        ({"norm_eps": math.inf}, r"norm_eps must be finite, got inf"),
+        ({"norm_eps": 10**400}, r"norm_eps must be finite, got 1000"),
+        ({"d_model": 10**30}, r"d_model must be a positive int of at most 2147483647, got 10{30}$"),
+        ({"token_types": 10**30}, r"token_types must lie in \[0, 2147483647\], got 10{30}$"),
+        ({"position_options": None}, r"position_options must be a dict of options .*, got None"),
+        ({"position_options": "base"}, r"position_options must be a dict of options .*, got 'base'"),
+        ({"position_options": [1]}, r"position_options must be a dict of options .*, got \[1\]"),
+        ({"position_options": {"trainable": "no"}}, r"option 'trainable' must be True or False; got 'no'"),
+        ({"position": "t5", "position_options": {"buckets": -3}}, r"option 'buckets' must be an int from 1 .*got -3"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -209,6 +280,26 @@ def test_a_value_of_the_wrong_type_is_named(name: str, value: object) -> None:
     """A config comes from JSON, where "false" is easily a string, and a string is true."""
     with pytest.raises((TypeError, ValueError), match=name):
         ts.ModelConfig.from_dict({name: value})
+
+
+@pytest.mark.parametrize("values", [[], None, 3, "d_model", [["d_model", 64]]], ids=str)
+def test_what_is_no_dict_of_fields(values: Any) -> None:
+    for build in (lambda: ts.ModelConfig.from_dict(values), lambda: ts.ModelConfig.from_json(json.dumps(values))):
+        with pytest.raises(ValueError, match=r"made of a dict of fields and values, got"):
+            build()
+
+
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_a_config_costs_no_random_numbers(position: str) -> None:
+    """It builds a position method to see whether that can be, but the numbers of a seed belong to the model."""
+    before = torch.get_rng_state()
+    ts.ModelConfig(position=position, max_length=10)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_config_costs_no_memory() -> None:
+    """A terabyte of learned positions is refused by the machine that has no terabyte, not by the config."""
+    assert ts.ModelConfig(position="learned", d_model=2**10, max_length=2**28).max_length == 2**28
 
 
 @pytest.mark.parametrize("text", ["", "{", "nonsense"])

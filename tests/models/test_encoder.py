@@ -88,6 +88,51 @@ def test_token_types_of_a_model_that_has_none() -> None:
         encoder()(random_tokens(1, 5), token_types=torch.zeros(1, 5, dtype=torch.int64))
 
 
+def test_token_types_in_loss_and_pooling() -> None:
+    model, tokens, kinds = encoder(token_types=3), random_tokens(2, 40), random_tokens(2, 40, vocabulary=3, seed=4)
+    targets, mask = masked_targets(random_tokens(2, 40, seed=1)), padded("right", [40, 25], 40)
+    targets = targets.masked_fill(~mask, -100)
+    states = model(tokens, mask, token_types=kinds)
+    expected = F.cross_entropy(model.logits(states).flatten(0, 1), targets.flatten())
+    loss = model.loss(tokens, targets, mask, token_types=kinds)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert abs(loss.item() - model.loss(tokens, targets, mask).item()) > 1e-3
+    loss.backward()
+    assert model.trunk.token_types is not None
+    assert bool((model.trunk.token_types.weight.grad != 0).any(-1).all())
+    pooled = model.pool(tokens, mask, token_types=kinds)
+    torch.testing.assert_close(pooled[1], states[1, :25].mean(0), rtol=1e-4, atol=1e-4)
+    assert (pooled - model.pool(tokens, mask)).abs().max().item() > 0.1
+
+
+@pytest.mark.parametrize("call", ["forward", "loss", "pool"])
+@pytest.mark.parametrize(
+    ("kinds", "error", "match"),
+    [
+        (torch.full((2, 9), 3), ValueError, r"token_types must lie in \[0, 3\).* token_types=3; got 3$"),
+        (torch.full((2, 9), -1), ValueError, r"token_types must lie in \[0, 3\).* token_types=3; got -1$"),
+        (torch.tensor([[0] * 9, [0] * 8 + [1000]]), ValueError, r"\[0, 3\).*; got 1000$"),
+        (torch.zeros(2, 8, dtype=torch.int64), ValueError, r"token_types must be \[2, 9\] like tokens, got \[2, 8\]"),
+        (torch.zeros(9, dtype=torch.int64), ValueError, r"token_types must be \[2, 9\] like tokens, got \[9\]"),
+        (torch.zeros(2, 9), TypeError, r"token_types must be int32 or int64, got torch.float32"),
+    ],
+    ids=["too large", "negative", "one too large", "short", "flat", "float"],
+)
+def test_token_types_that_cannot_be(call: str, kinds: Tensor, error: type[Exception], match: str) -> None:
+    model, tokens = encoder(token_types=3), random_tokens(2, 9)
+    arguments = (tokens, tokens) if call == "loss" else (tokens,)
+    with pytest.raises(error, match=match):
+        getattr(model, call)(*arguments, token_types=kinds)
+
+
+@pytest.mark.parametrize("call", ["loss", "pool"])
+def test_token_types_for_loss_and_pooling_of_a_model_that_has_none(call: str) -> None:
+    model, tokens = encoder(), random_tokens(2, 9)
+    arguments = (tokens, tokens) if call == "loss" else (tokens,)
+    with pytest.raises(ValueError, match="token_types were given, but the model has none"):
+        getattr(model, call)(*arguments, token_types=torch.zeros_like(tokens))
+
+
 # Masked tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -187,6 +188,36 @@ def test_the_mode_is_restored_after_an_error() -> None:
         model.generate(random_tokens(2, 30), max_new_tokens=5, on_token=fail)
     assert model.training
     assert all(part.training for part in model.modules())
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_every_part_gets_its_own_mode_back(failing: bool) -> None:
+    """Who has frozen the embedding and one block in evaluation mode finds them so."""
+    model = language_model(dropout=0.5).train()
+    model.trunk.embedding.eval()
+    model.trunk.blocks[0].eval()
+    before = {name: part.training for name, part in model.named_modules()}
+    assert set(before.values()) == {True, False}
+    seen: list[bool] = []
+
+    def look(column: Tensor) -> None:
+        seen.extend(part.training for part in model.modules())
+        if failing:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough") if failing else contextlib.nullcontext():
+        model.generate(random_tokens(2, 30), max_new_tokens=5, on_token=look)
+    assert seen
+    assert not any(seen)
+    assert {name: part.training for name, part in model.named_modules()} == before
+
+
+def test_a_part_left_in_training_mode_is_left_so() -> None:
+    """The other way round: a model in evaluation mode whose dropout somebody keeps on."""
+    model = language_model(dropout=0.5)
+    model.trunk.dropout.train()
+    model.generate(random_tokens(2, 30), max_new_tokens=2)
+    assert [name for name, part in model.named_modules() if part.training] == ["trunk.dropout"]
 
 
 def test_nothing_asks_for_a_gradient() -> None:

@@ -64,6 +64,22 @@ def test_the_old_model_stays_whole(
     assert_same_model(ts.load(tmp_path), old)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_the_tokenizer_of_the_old_model_stays_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It goes when the model is replaced by one without, and not before that has been written."""
+    old = language_model(seed=1)
+    old.tokenizer = tiny_tokenizer()
+    ts.save(old, tmp_path)
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_at(patch, name, OSError)
+        with pytest.raises(OSError, match="no space left"):
+            ts.save(language_model(seed=2), tmp_path)
+    assert contents(tmp_path) == before
+    ts.save(language_model(seed=2), tmp_path)
+    assert sorted(contents(tmp_path)) == ["config.json", "model.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_first_save_that_fails_leaves_nothing_that_looks_like_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import trainshort as ts
 from trainshort.positions import Shape, build_position
-from trainshort.positions.alibi import Alibi
+from trainshort.positions.alibi import LOG_RANGE, Alibi
 
 
 def alibi(heads: int = 4, *, causal: bool = True, **options) -> Alibi:
@@ -125,7 +125,11 @@ def test_given_slopes_are_those_heads_of_the_full_model() -> None:
         ({"slopes": [0.5, 0.25, -0.5, 0.1]}, "must be positive, got -0.5"),
         ({"slopes": [0.5, 0.25, math.nan, 0.1]}, "slopes must be positive"),
         ({"slopes": [0.5, 0.25, math.inf, 0.1]}, "slopes must be positive"),
+        ({"slopes": [0.5, 0.25, 1e-60, 0.1]}, "must be positive, got 1e-60 .*float32 holds"),
+        ({"slopes": [0.5, 0.25, 1e60, 0.1]}, r"must be positive, got 1e\+60 .*float32 holds"),
+        ({"slopes": [0.5, 0.25, 1e-30, 0.1], "scale": 1e-30}, "got 1e-30 times scale 1e-30"),
         ({"scale": -1.0}, "must be positive"),
+        ({"scale": 0.0}, "must be positive"),
         ({"one_sided": True}, "one_sided is for encoders"),
     ],
 )
@@ -169,6 +173,53 @@ def test_trainable_slopes_stay_positive_after_a_large_step(step: float) -> None:
     assert bool(torch.isfinite(slopes).all())
     q, k, v = normal(1, 4, 40, 8)
     assert bool(torch.isfinite(ts.attention(q, k, v, bias=position.bias())).all())
+
+
+@pytest.mark.parametrize("start", [-1e30, -1000.0, -31.0, 21.0, 1000.0, 1e30])
+def test_the_gradient_passes_beyond_the_range_of_slopes(start: float) -> None:
+    """It is the gradient at the border of the range, where the slope is held."""
+    position = alibi(4, trainable=True)
+    with torch.no_grad():
+        position.log_slopes[1] = start
+    slopes = slopes_of(position)
+    border = math.exp(LOG_RANGE[0] if start < 0 else LOG_RANGE[1])
+    assert slopes[1].item() == pytest.approx(border, rel=1e-6, abs=0.0)
+    (slopes * torch.tensor([1.0, 5.0, 1.0, 1.0])).sum().backward()
+    assert position.log_slopes.grad is not None
+    assert position.log_slopes.grad[1].item() == pytest.approx(5 * border, rel=1e-6, abs=0.0)
+
+
+def test_attention_has_a_gradient_for_a_slope_below_the_range() -> None:
+    position = alibi(1, trainable=True)
+    with torch.no_grad():
+        position.log_slopes.fill_(-50.0)
+    q, k, v = normal(1, 1, 60, 8)
+    ts.attention(q, k, v, bias=position.bias()).square().sum().backward()
+    assert position.log_slopes.grad is not None
+    assert position.log_slopes.grad.item() != 0.0
+
+
+@pytest.mark.parametrize("start", [-45.0, 35.0])
+def test_a_slope_thrown_out_of_the_range_comes_back(start: float) -> None:
+    position = alibi(4, trainable=True)
+    with torch.no_grad():
+        position.log_slopes.fill_(start)
+    optimizer = torch.optim.SGD(position.parameters(), lr=0.2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (slopes_of(position).log() - math.log(0.25)).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(slopes_of(position).detach(), torch.full((4,), 0.25), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("start", [-math.inf, math.inf])
+def test_even_infinite_logarithms_are_slopes(start: float) -> None:
+    position = alibi(4, trainable=True)
+    with torch.no_grad():
+        position.log_slopes[2] = start
+    slopes = slopes_of(position).detach()
+    assert bool((slopes > 0).all())
+    assert bool(torch.isfinite(slopes).all())
 
 
 def test_training_moves_the_slopes() -> None:

@@ -32,10 +32,11 @@ def test_the_table(d_model: int, base: float) -> None:
     torch.testing.assert_close(out[0].double(), table(200, d_model, base), rtol=0.0, atol=200 * 2.0**-22)
 
 
-def test_it_is_added_to_the_input() -> None:
+def test_it_is_added_to_the_scaled_input() -> None:
+    """Section 3.4 of the paper: embeddings are multiplied by sqrt(d_model)."""
     x = torch.randn(3, 50, 16)
     out = embed(16, torch.arange(50)[None], x)
-    torch.testing.assert_close(out.double(), x.double() + table(50, 16), rtol=0.0, atol=2e-5)
+    torch.testing.assert_close(out.double(), 4.0 * x.double() + table(50, 16), rtol=0.0, atol=2e-5)
 
 
 def test_rows_have_positions_of_their_own() -> None:

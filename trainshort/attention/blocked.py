@@ -260,17 +260,18 @@ class _Run:
         if self._single_call() and not want_bias:
             mask = self._bias_of(self.calls[0])[0]
             return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
-        dq, dk, dv = (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
-        # Queries of one piece only are stored, not added; so are keys, where the first call covers all of them.
+        dq = gradient_like(self.q, self.dtype)
+        # Queries of one piece only are stored, not added. Where the first call covers all keys, its gradients are
+        # taken as they are, and the others added to them.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
         calls = sorted(self.calls, key=lambda call: -call.piece.keys * call.lanes)
         every_key = (self.k.shape[2], self.batch * self.heads)
-        store_keys = bool(calls) and (calls[0].piece.keys, calls[0].lanes) == every_key
+        take_keys = bool(calls) and self.group == 1 and (calls[0].piece.keys, calls[0].lanes) == every_key
+        take_keys = take_keys and isinstance(calls[0], Together) and self.batch > 0
         if not store_queries:
             dq.zero_()
-        if not store_keys:
-            dk.zero_()
-            dv.zero_()
+        if not take_keys:
+            dk, dv = (gradient_like(t, self.dtype).zero_() for t in (self.k, self.v))
         for call in calls:
             mask, shift = self._bias_of(call)
             own_lse = call.queries(lse)
@@ -285,18 +286,17 @@ class _Run:
                 scale,
             )
             for target, lanes in call.query_targets(dq):
-                _put(target, gradients.q[:, lanes], store_queries)
-            for total, parts in ((dk, gradients.k), (dv, gradients.v)):
-                for target, part in call.key_targets(total, parts):
-                    _put(target, part, store_keys and call is calls[0])
+                if store_queries:
+                    target.copy_(gradients.q[:, lanes])
+                else:
+                    target.add_(gradients.q[:, lanes])
+            if take_keys and call is calls[0]:
+                dk, dv = gradients.k, gradients.v
+            else:
+                for total, parts in ((dk, gradients.k), (dv, gradients.v)):
+                    for target, part in call.key_targets(total, parts):
+                        target.add_(part)
             if want_bias and gradients.scores is not None:
                 for rows, heads, scores in call.by_head(gradients.scores):
                     self.bias.add_gradients(call.piece, rows, heads, scores)
         return dq, dk, dv
-
-
-def _put(target: Tensor, part: Tensor, store: bool) -> None:
-    if store:
-        target.copy_(part)
-    else:
-        target.add_(part)

@@ -1,13 +1,16 @@
 """Decoding on a CPU: one query a row, straight to the keys of its window.
 
 With a single query there is nothing to tile or to merge. What counts is to do little besides reading the keys that
-can matter, so this is the blocked backend without its planning: a window in O(1) from the norms that a cache keeps,
-and one kernel call for heads with windows of a similar length.
+can matter: a window in O(1) from the norms that a cache keeps, computed in plain numbers because a tensor operation
+costs more than a head's whole arithmetic, and one kernel call for heads with windows of a similar length.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,118 +20,185 @@ from trainshort.attention.bias import LinearBias
 from trainshort.attention.norms import UNDERFLOW
 from trainshort.attention.problem import BLOCK, Problem
 
+LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
+
 
 def fits(problem: Problem) -> bool:
     """One causal query a row under ALiBi, at the last of its keys, on a CPU, with norms and an unconverted cache."""
-    mask, start = problem.key_padding_mask, problem.start
+    q, k, v, mask, start = problem.q, problem.k, problem.v, problem.key_padding_mask, problem.query_start
     return (
-        problem.q.shape[2] == 1
+        q.shape[2] == 1
         and problem.causal
         and problem.key_norms is not None
         and isinstance(problem.bias, LinearBias)
-        and problem.q.device.type == "cpu"
-        and problem.q.dtype in (torch.float32, torch.float64)
+        and q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.float64)
         and problem.cu_seqlens is None
-        and not isinstance(start, Tensor)
-        and start == problem.k.shape[2] - 1 >= 0
+        and k.shape[2] > 0
+        and (start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1))
+        and k.stride(-1) == v.stride(-1) == 1
+        and min(k.stride(-2), v.stride(-2)) >= k.shape[-1]
         and (mask is None or bool(mask[:, -1].all()))
-        and all(t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] for t in (problem.k, problem.v))
         and engine.has_fused()
     )
 
 
-def first_blocks(problem: Problem) -> Tensor | None:
-    """The first key block of each lane, int64 [B, H]; None to visit everything.
-
-    The geometric tail with the largest norm so far, against the query's own key:
-    W >= (s‖q‖K - s q.k_own + ln(1/tolerance) - ln(1 - e^-m)) / m.
-    """
-    if problem.tolerance <= 0.0 or problem.key_norms is None:
+def attend(problem: Problem) -> Tensor | None:
+    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes that are not positive."""
+    if not all(0.0 < slope < math.inf for row in _slope_rows(problem) for slope in row):
         return None
-    q, norms = problem.q.detach()[:, :, 0], problem.key_norms.detach()
-    group, dim = q.shape[1] // problem.k.shape[1], q.shape[2]
-    longest = norms if norms.dim() == 2 else norms.amax(-1)  # [B, Hkv]
-    tiny = dim**0.5 * UNDERFLOW
-    own = problem.k.detach()[:, :, -1]
-    if group > 1:
-        longest, own = longest.repeat_interleave(group, dim=1), own.repeat_interleave(group, dim=1)
-    slopes = problem.slopes(torch.float64)[0].detach()  # [B or 1, H]
-    # Twice the rounding of a norm and of an inner product, relative to s‖q‖K.
-    slack = 1.0 + 4 * (dim + 4) * 2.0**-23
-    reach = (torch.linalg.vector_norm(q, dim=-1).double() + tiny) * (longest.double() + tiny)
-    reach = reach * (abs(problem.scale) * slack)
-    score = (q * own).sum(-1).double() * problem.scale
-    nats = reach - score - math.log(problem.tolerance) - torch.log(-torch.expm1(-slopes)) + 1e-5
-    first = torch.floor((problem.k.shape[2] - nats / slopes) / BLOCK)
-    return first.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0).long()
+    done = _forward(problem, _lows(problem))
+    return None if done is None else done[0]
 
 
 def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
-    first = first_blocks(problem)
-    if first is None:
-        first = torch.zeros(problem.q.shape[:2], dtype=torch.int64)
-    if problem.key_padding_mask is not None:
-        first = torch.maximum(first, problem.key_runs()[0][:, :1] // BLOCK)
-    last = torch.full_like(first, -(-problem.k.shape[2] // BLOCK))
-    return torch.stack((first, last), dim=-1)[:, :, None].to(torch.int32)
+    group = problem.q.shape[1] // problem.k.shape[1]
+    first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem)]
+    low = torch.tensor(first, dtype=torch.int32)
+    if low.shape[0] < problem.q.shape[0]:
+        low = low.expand(problem.q.shape[0], -1)
+    last = torch.full_like(low, -(-problem.k.shape[2] // BLOCK))
+    return torch.stack((low, last), dim=-1)[:, :, None]
 
 
 def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Output [B, H, 1, D] and log-sum-exp [B, H, 1] of the scores of visited keys.
+    """Output [B, H, 1, D] and log-sum-exp [B, H, 1] of the scores of the keys in these windows.
 
     None where numbers that are not finite came up: hidden keys weigh nothing, but 0 * inf is not 0.
     """
+    group = problem.q.shape[1] // problem.k.shape[1]
+    lows: list[list[int]] = (windows[:, ::group, 0, 0] * BLOCK).tolist()
+    return _forward(problem, lows if problem.key_padding_mask is not None else lows[:1])
+
+
+def _lows(problem: Problem) -> list[list[int]]:
+    """The first key to read for each key head: one list for the whole batch, or one a row under padding.
+
+    The geometric tail with the largest norm so far, against the query's own key:
+    W >= (s‖q‖K - s q.k_own + ln(1/tolerance) - ln(1 - e^-m)) / m.
+    """
+    batch, heads, _, dim = problem.q.shape
+    keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
+    if problem.tolerance <= 0.0 or problem.key_norms is None:
+        rows = [[0] * kv_heads] * batch
+    else:
+        q, norms = problem.q.detach(), problem.key_norms.detach()
+        longest: list[list[float]] = (norms if norms.dim() == 2 else norms.amax(-1)).tolist()  # [B, Hkv]
+        own = problem.k.detach()[:, :, -1:]
+        grouped = _grouped(q, kv_heads)
+        scores: list[list[list[float]]] = (grouped * own).sum(-1).tolist()  # [B, Hkv, G]
+        lengths: list[list[list[float]]] = torch.linalg.vector_norm(grouped, dim=-1).tolist()
+        slopes = _slope_rows(problem)
+        tiny = dim**0.5 * UNDERFLOW
+        # Twice the rounding of a norm and of an inner product, relative to s‖q‖K.
+        slack = abs(problem.scale) * (1.0 + 4 * (dim + 4) * 2.0**-23)
+        spare = -math.log(problem.tolerance) + 1e-5
+        group = heads // kv_heads
+        rows = []
+        for row in range(batch):
+            lows = []
+            penalties = slopes[row if len(slopes) > 1 else 0]
+            for head in range(kv_heads):
+                norm = (longest[row][head] + tiny) * slack
+                low = keys
+                for member in range(group):
+                    slope = penalties[head * group + member]
+                    nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
+                    reach = (nats + spare - math.log(-math.expm1(-slope))) / slope
+                    low = min(low, math.floor(keys - reach) if reach < keys else 0)  # NaN compares false: all of it
+                lows.append(low // BLOCK * BLOCK)
+            rows.append(lows)
+    if problem.key_padding_mask is not None:
+        begins = problem.key_runs()[0][:, 0].tolist()
+        hidden = [begin // BLOCK * BLOCK for begin in begins]
+        return [_shared([max(low, first) for low in lows], keys) for lows, first in zip(rows, hidden, strict=True)]
+    return [_shared([min(low) for low in zip(*rows, strict=True)], keys)]
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """The queries of a group as rows: [B, Hkv, G, D]."""
+    return q if q.shape[1] == kv_heads else q[:, :, 0].unflatten(1, (kv_heads, -1))
+
+
+def _slope_rows(problem: Problem) -> tuple[tuple[float, ...], ...]:
+    """The slopes as numbers, for every row of the batch or one for all."""
+    assert isinstance(problem.bias, LinearBias)
+    slopes = problem.bias.slopes.detach()
+    rows = [slopes.tolist()] if slopes.dim() == 1 else slopes.tolist()
+    return tuple(tuple(row) for row in rows)
+
+
+def _shared(lows: list[int], keys: int) -> list[int]:
+    """Neighbouring heads that may share a call get one first key, where little is read in vain."""
+    shared: list[int] = []
+    size = needed = 0
+    for low in lows:
+        start = min(low, shared[-1]) if shared else low
+        if (keys - start) * (size + 1) <= 2 * (needed + keys - low) + 8 * BLOCK:
+            size, needed = size + 1, needed + keys - low
+        else:
+            start, size, needed = low, 1, keys - low
+        shared.append(start)
+        shared[len(shared) - size :] = [start] * size
+    return shared
+
+
+def _forward(problem: Problem, lows: list[list[int]]) -> tuple[Tensor, Tensor] | None:
     if problem.key_padding_mask is None:
-        rows = [_some_rows(problem, windows, slice(0, None), 0)]
+        parts = list(_calls(problem, slice(None), lows[0], 0))
+        out, lse = parts[0] if len(parts) == 1 else _joined(parts, 1)
     else:  # row by row, so that padding is not even multiplied by zero
         begins = problem.key_runs()[0][:, 0].tolist()
-        rows = [_some_rows(problem, windows, slice(row, row + 1), begin) for row, begin in enumerate(begins)]
-    out, lse = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*rows, strict=True))
+        each = [
+            _joined(list(_calls(problem, slice(row, row + 1), lows[row], begin)), 1)
+            for row, begin in enumerate(begins)
+        ]
+        out, lse = _joined(each, 0)
     if not math.isfinite(out.sum().item() + lse.sum().item()):
         return None
-    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
+    if out.shape[2] > 1:
+        out, lse = out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
+    return out, lse
 
 
-def _some_rows(problem: Problem, windows: Tensor, rows: slice, begin: int) -> tuple[Tensor, Tensor]:
-    """Output [rows, Hkv, G, D] and log-sum-exp of rows of the batch whose keys start at `begin`."""
-    k, v = problem.k.detach()[rows], problem.v.detach()[rows]
-    keys, kv_heads = k.shape[2], k.shape[1]
-    q = problem.q.detach()[rows, :, 0].unflatten(1, (kv_heads, -1))  # the queries of a group as rows: [B, Hkv, G, D]
-    slopes = problem.slopes(q.dtype)[0].detach()
-    slopes = slopes[rows if slopes.shape[0] > 1 else slice(0, 1)].unflatten(1, (kv_heads, -1))[..., None]
-    low = (windows[rows, :, 0, 0].unflatten(1, (kv_heads, -1)) * BLOCK).clamp_min(begin)  # [B, Hkv, G]
-    parts, sums = [], []
-    for first, end, start in _similar(low.amin((0, 2)).tolist(), keys):
-        index = torch.arange(start, keys)
-        bias = slopes[:, first:end] * (index - (keys - 1)).to(q.dtype)  # [B or 1, heads, G, W]
-        bias = bias.masked_fill(index < low[:, first:end, :, None], -math.inf)
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[:, first:end],
-            k[:, first:end, start:],
-            v[:, first:end, start:],
+def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs, dim=dim), torch.cat(sums, dim=dim)
+
+
+def _calls(problem: Problem, rows: slice, lows: list[int], begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Output [rows, heads, G, D] and log-sum-exp of neighbouring key heads, for rows whose keys start at `begin`."""
+    q, k, v = problem.q.detach()[rows], problem.k.detach()[rows], problem.v.detach()[rows]
+    q, keys, head = _grouped(q, k.shape[1]), k.shape[2], 0
+    for low, heads in groupby(lows):
+        first, head = head, head + len(list(heads))
+        start = max(low, begin)
+        yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[:, first:head],
+            k[:, first:head, start:],
+            v[:, first:head, start:],
             0.0,
             False,
-            attn_mask=bias,
+            attn_mask=_bias(problem, rows, keys - start, k.shape[1])[:, first:head],
             scale=problem.scale,
         )
-        parts.append(part)
-        sums.append(part_lse)
-    return torch.cat(parts, dim=1), torch.cat(sums, dim=1)
 
 
-def _similar(lows: list[int], keys: int) -> list[tuple[int, int, int]]:
-    """Neighbouring key heads that may share a call: (first, end, first key), where little is read in vain."""
-    groups: list[tuple[int, int, int]] = []
-    needed = 0
-    for head, low in enumerate(lows):
-        if groups:
-            first, _, start = groups[-1]
-            widest = keys - min(start, low)
-            if widest * (head + 1 - first) <= 2 * (needed + keys - low) + 8 * BLOCK:
-                groups[-1] = (first, head + 1, min(start, low))
-                needed += keys - low
-                continue
-        groups.append((head, head + 1, low))
-        needed = keys - low
-    return groups
+def _bias(problem: Problem, rows: slice, length: int, kv_heads: int) -> Tensor:
+    """The bias of a query on its last `length` keys, [B or 1, Hkv, G, length]."""
+    slopes, dtype = _slope_rows(problem), problem.q.dtype
+    if len(slopes) == 1 and length <= LONGEST_KEPT_BIAS:
+        return _kept_bias(slopes, dtype, kv_heads)[..., LONGEST_KEPT_BIAS - length :]
+    return _make_bias(slopes if len(slopes) == 1 else slopes[rows], dtype, kv_heads, length)
+
+
+@lru_cache(maxsize=4)
+def _kept_bias(slopes: tuple[tuple[float, ...], ...], dtype: torch.dtype, kv_heads: int) -> Tensor:
+    return _make_bias(slopes, dtype, kv_heads, LONGEST_KEPT_BIAS)
+
+
+def _make_bias(slopes: tuple[tuple[float, ...], ...], dtype: torch.dtype, kv_heads: int, length: int) -> Tensor:
+    distance = torch.arange(1 - length, 1, dtype=dtype, device="cpu")
+    penalties = torch.tensor(slopes, dtype=dtype, device="cpu").unflatten(1, (kv_heads, -1))
+    return penalties[..., None] * distance

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Block, Context
+from trainshort.models.model import materialize_tables
 from trainshort.positions import build_position
+from trainshort.positions.options import is_size
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class ALiBiConfig:
     dropout: float = 0.1
     causal: bool = True
     expansion_factor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_len", "expansion_factor"):  # ModelConfig checks the fields it has, when the model is built
+            if not is_size(value := getattr(self, name)):
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 
 class ALiBiTransformer(nn.Module):
@@ -42,6 +49,7 @@ class ALiBiTransformer(nn.Module):
         )
         self.position = build_position(shape.position, shape.position_shape, shape.position_options)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(config.num_layers))
+        self.register_load_state_dict_post_hook(materialize_tables)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """x: [B, T, d_model]; key_padding_mask: bool [B, T], True for real positions."""

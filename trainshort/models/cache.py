@@ -88,8 +88,12 @@ class KeyValueCache:
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
         lengths = row_norms(k.detach()).float()
-        block = torch.arange(start, end, device=k.device) // BLOCK
-        norms.scatter_reduce_(2, block.expand_as(lengths), lengths, "amax")
+        if end == start + 1 and not torch.compiler.is_compiling():
+            block_norm = norms[:, :, start // BLOCK, None]
+            torch.maximum(block_norm, lengths, out=block_norm)
+        else:
+            block = torch.arange(start, end, device=k.device) // BLOCK
+            norms.scatter_reduce_(2, block.expand_as(lengths), lengths, "amax")
         about: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
         if self.padding is not None:
             about["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from trainshort.positions import Shape, build_position
+import torch
+
+from trainshort.positions import Shape, build_position, plain_options
+from trainshort.positions.options import LARGEST, is_finite, is_size
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
@@ -68,12 +71,8 @@ class ModelConfig:
                 self._positive(name)
         for each in fields(self):
             self._check_type(each.name, str(each.type))
-        for name in ("norm_eps", "attention_scale"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
-        if self.token_types < 0:
-            raise ValueError(f"token_types must be at least 0, got {self.token_types}")
+        if not 0 <= self.token_types <= LARGEST:
+            raise ValueError(f"token_types must lie in [0, {LARGEST}], got {self.token_types}")
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
         if self.head_dim is None and self.d_model % self.num_heads:
@@ -92,13 +91,18 @@ class ModelConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise ValueError(f"clip_qkv must be positive or None, got {self.clip_qkv}")
+        for name in ("norm_eps", "attention_scale", "clip_qkv"):
+            value = getattr(self, name)
+            if value is not None and not is_finite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
         if self.norm_place == "post" and self.parallel_residual:
             raise ValueError("parallel_residual needs norm_place 'pre'")
         if self.parallel_norms and not self.parallel_residual:
             raise ValueError("parallel_norms needs parallel_residual")
-        options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.position_options.items()}
+        options = plain_options(self.position, self.position_options)
         object.__setattr__(self, "position_options", options)  # what JSON gives back
-        build_position(self.position, self.position_shape, self.position_options)  # refuses what it cannot build
+        with torch.device("meta"):  # refuses what it cannot build, and needs no memory or random numbers for it
+            build_position(self.position, self.position_shape, self.position_options)
 
     def _check_type(self, name: str, declared: str) -> None:
         """Booleans are no numbers and strings are neither: JSON written by hand often has it otherwise."""
@@ -112,8 +116,9 @@ class ModelConfig:
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if not is_size(value):
+            limit = f" of at most {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
+            raise ValueError(f"{name} must be a positive int{limit}, got {value!r}")
 
     @property
     def kv_heads(self) -> int:
@@ -149,6 +154,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """Strict: a field that does not exist is refused by name."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a ModelConfig is made of a dict of fields and values, got {values!r}")
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:

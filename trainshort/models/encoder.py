@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainshort.models.config import ModelConfig
 from trainshort.models.language_model import initialize
 from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm
+from trainshort.models.model import Model
 from trainshort.positions import build_position
 
 
-class Encoder(nn.Module):
-    tokenizer: Any = None  # set by `load` where the checkpoint has one
-
+class Encoder(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.causal:
@@ -28,12 +26,17 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         initialize(self, config)
         if config.tie_embeddings:
-            self.head.weight = self.trunk.embedding.weight
+            self.tie()
 
     def forward(
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
     ) -> Tensor:
-        """tokens: int [B, T]; key_padding_mask: bool [B, T], True for real ones -> hidden states [B, T, d_model]."""
+        """tokens: int [B, T]; key_padding_mask: bool [B, T], True for real ones -> hidden states [B, T, d_model].
+
+        token_types: int [B, T], the segment of each token, for models that have them; None: all of them 0.
+        """
+        if token_types is not None and self.config.token_types:  # of a model without, the trunk says so
+            self._check_token_types(token_types, tokens)
         return self.trunk(tokens, key_padding_mask=key_padding_mask, token_types=token_types)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -41,18 +44,42 @@ class Encoder(nn.Module):
         activation = ACTIVATIONS[self.config.activation]
         return self.head(self.head_norm(activation(self.head_dense(hidden))))
 
-    def loss(self, tokens: Tensor, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
         """Masked-token loss: the mean over targets [B, T] that are not -100. Only those get logits."""
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
-        hidden = self(tokens, key_padding_mask)
+        hidden = self(tokens, key_padding_mask, token_types=token_types)
         chosen = targets != -100
         return F.cross_entropy(self.logits(hidden[chosen]).float(), targets[chosen].long())
 
-    def pool(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def pool(
+        self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
+    ) -> Tensor:
         """One vector a text: the mean of the hidden states of its real tokens, [B, d_model]."""
-        hidden = self(tokens, key_padding_mask)
+        hidden = self(tokens, key_padding_mask, token_types=token_types)
         if key_padding_mask is None:
             return hidden.mean(1)
         weight = key_padding_mask[..., None].to(hidden.dtype)
         return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
+
+    def _check_token_types(self, token_types: Tensor, tokens: Tensor) -> None:
+        if token_types.shape != tokens.shape:
+            raise ValueError(f"token_types must be {list(tokens.shape)} like tokens, got {list(token_types.shape)}")
+        if token_types.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"token_types must be int32 or int64, got {token_types.dtype}")
+        if torch.compiler.is_compiling() or token_types.device.type != "cpu" or token_types.numel() == 0:
+            return  # reading them would break the graph, or wait for the GPU
+        count = self.config.token_types
+        low, high = (int(value) for value in token_types.aminmax())
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"token_types must lie in [0, {count}), as the model has token_types={count}; "
+                f"got {low if low < 0 else high}"
+            )

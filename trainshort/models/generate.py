@@ -49,9 +49,9 @@ def generate(
     stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=tokens.device)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     cache = model.make_cache(batch, length + max_new_tokens) if use_cache else None
-    was_training = model.training
-    model.eval()
+    modes = [(module, module.training) for module in model.modules()]  # parts may be frozen, each in its own mode
     try:
+        model.eval()
         for end in range(length, length + max_new_tokens):
             logits = _next_logits(model, out[:, :end], cache, key_padding_mask)
             token = _choose(logits.float(), temperature, top_k, top_p, generator).to(tokens.dtype)
@@ -63,7 +63,8 @@ def generate(
                 if bool(ended.all()):
                     return out[:, : end + 1]
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
     return out
 
 

@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk
+from trainshort.models.model import Model
 from trainshort.positions import build_position
 
 LOGITS_AT_ONCE = 2**24  # elements: larger losses are computed a few tokens at a time
 
 
-class LanguageModel(nn.Module):
-    tokenizer: Any = None  # set by `load` where the checkpoint has one
-
+class LanguageModel(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not config.causal:
@@ -30,7 +29,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         initialize(self, config)
         if config.tie_embeddings:
-            self.head.weight = self.trunk.embedding.weight
+            self.tie()
 
     def forward(
         self,

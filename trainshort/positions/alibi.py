@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from trainshort.attention.bias import Bias, LinearBias, alibi_slopes
 from trainshort.positions.position import Position, Shape
 
-LOG_RANGE = (-30.0, 20.0)  # of trainable slopes: beyond, their exponential leaves the range of float32
+# Of the logarithms of trainable slopes. Below, no distance costs anything; above, everything but the query's own
+# position is out of sight; and a slope times any distance stays far inside float32.
+LOG_RANGE = (-30.0, 20.0)
+PAPER_RANGE = (2.0**-8, 1.0)  # the paper's slopes lie in it, for every number of heads
+FLOAT32 = torch.finfo(torch.float32)
 
 
 class Alibi(Position):
@@ -37,30 +41,46 @@ class Alibi(Position):
             raise ValueError(f"alibi slopes must be one for each of {shape.num_heads} heads, got {len(slopes)}")
         if one_sided and shape.causal:
             raise ValueError("alibi one_sided is for encoders: causal attention sees the past alone")
-        values = alibi_slopes(shape.num_heads) if slopes is None else torch.tensor(slopes, dtype=torch.float32)
-        values = values * scale
-        good = (values > 0) & torch.isfinite(values)
-        if not bool(good.all()):
-            raise ValueError(f"alibi slopes must be positive, got {values[~good][0].item()}")
+        for slope in PAPER_RANGE if slopes is None else slopes:  # as numbers: tensors may have no values (meta)
+            if not all(FLOAT32.tiny <= factor <= FLOAT32.max for factor in (slope, scale, slope * scale)):
+                raise ValueError(
+                    f"alibi slopes must be positive, got {slope} times scale {scale}; "
+                    f"float32 holds {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
+                )
+        self.heads, self.scale = shape.num_heads, scale
+        self.given = None if slopes is None else list(slopes)
         self.one_sided = one_sided
         self.trainable = trainable
         if trainable:
-            self.log_slopes = nn.Parameter(values.log())
+            self.log_slopes = nn.Parameter(self._initial().log())
         else:
-            self.register_buffer("slopes", values, persistent=False)
+            self.register_buffer("slopes", self._initial(), persistent=False)
+
+    def _initial(self, device: torch.device | str | None = None) -> Tensor:
+        if self.given is None:
+            return alibi_slopes(self.heads, device) * self.scale
+        return torch.tensor(self.given, dtype=torch.float32, device=device) * self.scale
 
     def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Alibi:
         """Fixed slopes move with the model but stay float32: rounded to 16 bits they would be wrong far away."""
         before = None if self.trainable else self.get_buffer("slopes")
         super()._apply(function, recurse)
         if before is not None:
-            self.slopes = before.to(self.get_buffer("slopes").device)
+            device = self.get_buffer("slopes").device
+            self.slopes = before if before.is_meta else before.to(device)
+            self.materialize(device)
         return self
 
+    def materialize(self, device: torch.device) -> None:
+        if not self.trainable and self.get_buffer("slopes").is_meta:
+            self.slopes = self._initial("cpu").to(device)  # computed where a model is usually built, to the same bits
+
     def _current(self) -> Tensor:
-        if self.trainable:
-            return self.log_slopes.float().clamp(*LOG_RANGE).exp()
-        return self.get_buffer("slopes")
+        if not self.trainable:
+            return self.get_buffer("slopes")
+        stored = self.log_slopes.float().clamp(FLOAT32.min, FLOAT32.max)  # infinity minus itself would be no number
+        # The gradient passes as if there were no clamp: a slope that a large step threw out of it can come back.
+        return (stored.detach().clamp(*LOG_RANGE) + (stored - stored.detach())).exp()
 
     def bias(self) -> Bias:
         slopes = self._current()

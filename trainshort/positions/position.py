@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from trainshort.attention.bias import Bias
@@ -40,3 +41,6 @@ class Position(nn.Module):
     def bias(self) -> Bias:
         """Describe what to add to the scores: a function of distance, never a tensor of all pairs."""
         return None
+
+    def materialize(self, device: torch.device) -> None:
+        """Make what no checkpoint holds (fixed tables) if it has no values yet: after a start on the meta device."""

@@ -11,7 +11,11 @@ from trainshort.positions.position import Position, Shape
 
 
 class Sinusoidal(Position):
-    """Frequencies from 1 to 1/base, geometrically; the first half of the channels sines, the second cosines."""
+    """Frequencies from 1 to 1/base, geometrically; the first half of the channels sines, the second cosines.
+
+    As published, token embeddings are multiplied by sqrt(d_model) first: small initial embeddings would drown in the
+    sines otherwise, and the method look worse than it is.
+    """
 
     def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
         super().__init__()
@@ -25,4 +29,4 @@ class Sinusoidal(Position):
         half = self.d_model // 2
         steps = torch.arange(half, device=x.device, dtype=torch.float32) / max(half - 1, 1)
         angles = positions.float()[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, d_model / 2]
-        return x + torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)
+        return x * self.d_model**0.5 + torch.cat((angles.sin(), angles.cos()), dim=-1).to(x.dtype)

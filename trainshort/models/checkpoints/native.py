@@ -1,6 +1,8 @@
 """Our own format: config.json, model.safetensors and, where there is one, tokenizer.json, in one folder.
 
-All files are written beside their names and then moved into place, so that a folder never holds half a model.
+All files are written beside their names and then moved into place, so that a folder never holds half a model. The
+config says whether the tokenizer was saved with it: such a tokenizer goes when the model is replaced by one without,
+while one that somebody else laid into the folder stays.
 """
 
 from __future__ import annotations
@@ -36,7 +38,14 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
         raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"format": FORMAT, "version": VERSION, "kind": kind, "model": model.config.to_dict()}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "tokenizer": model.tokenizer is not None,
+        "model": model.config.to_dict(),
+    }
+    stale = model.tokenizer is None and _holds_our_tokenizer(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _stored(model).items()}
     writers: dict[str, Callable[[Path], Any]] = {
         "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
@@ -49,10 +58,22 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
         for name, write in writers.items():
             write(partial[name])
         for name, path in partial.items():
+            if name == "config.json" and stale:  # before the config that no longer knows of it
+                (folder / "tokenizer.json").unlink(missing_ok=True)
             os.replace(path, folder / name)
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
+
+
+def _holds_our_tokenizer(folder: Path) -> bool:
+    """Whether the folder's tokenizer.json was saved with a model, and so goes with it."""
+    try:
+        header = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    # The first saves did not say: for them a tokenizer is taken to be theirs.
+    return isinstance(header, dict) and is_native(header) and header.get("tokenizer") is not False
 
 
 def load(

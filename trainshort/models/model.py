@@ -1,0 +1,72 @@
+"""What language models and encoders have in common when their tensors are replaced: ties and fixed tables survive.
+
+A model built on the meta device has no memory. It gets some from `to_empty`, or from `load_state_dict` with
+`assign=True`, a tensor at a time: torch then forgets that two names were one tensor, and tables that no checkpoint
+holds would stay without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from trainshort.models.config import ModelConfig
+from trainshort.models.layers import Trunk
+from trainshort.positions import Position
+
+
+class Model(nn.Module):
+    """A trunk and a head, which share the embedding if the config says so."""
+
+    tokenizer: Any = None  # set by `load` where the checkpoint has one
+    config: ModelConfig
+    position: Position
+    trunk: Trunk
+    head: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_after_loading)
+
+    def tie(self) -> None:
+        """Make the head and the embedding one tensor."""
+        self.head.weight = self.trunk.embedding.weight
+
+    def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Self:
+        # Asked of the tensors, not of the config: who has quantized the head has taken it off the embedding.
+        tied = getattr(self.head, "weight", None) is self.trunk.embedding.weight
+        super()._apply(function, recurse)
+        if tied:
+            self.tie()
+        return self
+
+
+def materialize_tables(model: nn.Module, _: object = None) -> None:
+    """Give position methods the tables that are not stored, where the parameters are. A hook after loading."""
+    first = next(model.parameters(), None)
+    if first is None or first.is_meta:
+        return
+    for module in model.modules():
+        if isinstance(module, Position):
+            module.materialize(first.device)
+
+
+def _after_loading(model: nn.Module, _: object) -> None:
+    assert isinstance(model, Model)
+    materialize_tables(model)
+    head = getattr(model.head, "weight", None)  # none where a quantized layer stands for the head
+    if model.config.tie_embeddings and _came_from_one(head, model.trunk.embedding.weight):
+        model.tie()
+
+
+def _came_from_one(head: object, embedding: Tensor) -> bool:
+    """Whether a tied pair that was loaded apart is still one: a checkpoint may name it once, or twice."""
+    if not isinstance(head, Tensor) or head is embedding or embedding.is_meta:
+        return False
+    if head.is_meta:
+        return True
+    alike = type(head) is type(embedding) and (head.dtype, head.device) == (embedding.dtype, embedding.device)
+    return alike and torch.equal(head, embedding)

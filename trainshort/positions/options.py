@@ -1,0 +1,78 @@
+"""The options of position methods as JSON would give them back: flags, numbers and lists of numbers.
+
+A config is compared, saved and read again, so it may hold nothing that JSON does not know. What each option may be
+is read from the signature of its method: the annotations are the one place that says it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+LARGEST = 2**31 - 1  # a size beyond it is a slip of the keyboard, and torch would not say so
+
+
+def is_size(value: object) -> bool:
+    """A positive int that can be the size of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
+def is_number(value: object) -> bool:
+    """An int or a float, but no bool; and no int so large that a float cannot hold it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def is_finite(value: object) -> bool:
+    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _are_numbers(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(is_number(each) for each in value))
+
+
+# Annotation -> what the error says is allowed, and whether a plain value is that.
+KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": (f"an int from 1 to {LARGEST}", is_size),
+    "float": ("a finite number", is_finite),
+    "Sequence[float] | None": ("a list of numbers, or None", _are_numbers),
+}
+
+
+def check_options(name: str, method: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as plain values. Refuses those that the method of that name does not take or cannot use."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"position_options must be a dict of options such as {{'base': 1e4}}, got {options!r}")
+    known = dict(list(inspect.signature(method).parameters.items())[1:])  # the first is the shape
+    checked = {}
+    for option, value in options.items():
+        if option not in known:
+            allowed = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"position {name!r} has no option {option!r}: {allowed}")
+        allowed, fits = KINDS[known[option].annotation]
+        plain = _plain(value)
+        if not fits(plain):
+            raise ValueError(f"position {name!r}: option {option!r} must be {allowed}; got {value!r}")
+        checked[option] = plain
+    return checked
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and their scalars as Python numbers, every kind of sequence as a new list."""
+    if isinstance(value, Tensor) and value.is_meta:
+        return value  # it has no numbers to give, and is refused as what it is
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(each) for each in value]
+    return value
