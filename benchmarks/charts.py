@@ -1,0 +1,109 @@
+"""Draw the charts of the docs from the measured data beside this script.
+
+python benchmarks/charts.py            # writes docs/attention_gpu.svg
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+COLOURS = {128: "#1b6ca8", 64: "#d1495b"}
+
+
+def ratio(ms: dict[str, dict[str, float]], other: str, ours: str = "ours") -> float:
+    return ms[other]["both_gpu"] / ms[ours]["both_gpu"]
+
+
+def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
+    styles = {
+        ("FlexAttention", "ours"): "-",
+        ("cuDNN, no bias", "ours"): "--",
+        ("FlexAttention", "ours, tolerance 0"): ":",
+    }
+    names = {
+        ("FlexAttention", "ours"): "of FlexAttention, ALiBi",
+        ("cuDNN, no bias", "ours"): "of cuDNN, no bias at all",
+        ("FlexAttention", "ours, tolerance 0"): "nothing skipped, of FlexAttention",
+    }
+    for dim, colour in COLOURS.items():
+        own = [record for record in records if record["dim"] == dim]
+        for (other, ours), style in styles.items():
+            axes.plot(
+                [record["length"] for record in own],
+                [ratio(record["ms"], other, ours) for record in own],
+                style,
+                color=colour,
+                marker="o",
+                markersize=3.5,
+                label=f"{names[other, ours]}; head_dim {dim}",
+            )
+    axes.axhline(1.0, color="0.6", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks([record["length"] for record in records if record["dim"] == 64])
+    axes.set_xticklabels([f"{record['length']:,}" for record in records if record["dim"] == 64], fontsize=8)
+    axes.set_yticks([1, 2, 4, 8, 16, 32])
+    axes.set_yticklabels(["1×", "2×", "4×", "8×", "16×", "32×"])
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("speed, forward + backward")
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title("random normal q, k, v", fontsize=10)
+
+
+def by_kept(axes: Any, data: dict[str, Any]) -> None:
+    for dim, colour in COLOURS.items():
+        own = [record for record in data["records"] if record["dim"] == dim]
+        axes.plot(
+            [record["kept"] for record in own],
+            [ratio(record["ms"], "FlexAttention") for record in own],
+            "o-",
+            color=colour,
+            markersize=3.5,
+            linewidth=0.8,
+            label=f"random normal, head_dim {dim}",
+        )
+    layers = data["trained"]["layers"]
+    axes.plot(
+        [layer["kept"] for layer in layers],
+        [ratio(layer["ms"], "FlexAttention") for layer in layers],
+        "x",
+        color="black",
+        label=f"layers of a trained model, {data['trained']['length']:,} tokens, head_dim 64",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks([0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0])
+    axes.set_xticklabels(["3%", "6%", "12%", "25%", "50%", "100%"])
+    axes.set_yticks([1, 2, 4, 8, 16, 32])
+    axes.set_yticklabels(["1×", "2×", "4×", "8×", "16×", "32×"])
+    axes.set_xlabel("keys that are visited")
+    axes.set_ylabel("speed of FlexAttention's")
+    axes.legend(fontsize=7, frameon=False)
+    axes.set_title("what it depends on", fontsize=10)
+
+
+def main() -> None:
+    plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 9})
+    data = json.loads((RESULTS / "attention_gpu.json").read_text())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    by_length(left, data["records"])
+    by_kept(right, data)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.9", linewidth=0.6)
+    about = data["about"]
+    figure.suptitle(f"ALiBi attention, {about['machine']}, {about['shapes']}", fontsize=10)
+    figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Launching the decoding kernels: no plan and no pass over the keys, because every step has one key more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from trainshort.attention.bias import BucketBias, LinearBias
+from trainshort.attention.problem import Problem
+from trainshort.attention.triton.decode import join_kernel, split_kernel
+from trainshort.attention.triton.launch import LOG2E, plain_slopes, rows_contiguous, sequences_of
+from trainshort.attention.triton.plan import interpreted
+
+SHARES = 4 * 132  # programs that keep a large GPU busy
+MOST_SPLITS = 64
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+
+def decode(problem: Problem) -> Tensor:
+    """Output like q, for a few causal queries a row and without a way back."""
+    q, k, v = (rows_contiguous(t.detach()) for t in (problem.q, problem.k, problem.v))
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    out = torch.empty_like(q)
+    if q.numel() == 0 or keys == 0:
+        return out.zero_()
+    bias, start, sequences = problem.bias, problem.start, q
+    ragged = problem.key_padding_mask is not None or isinstance(start, Tensor)
+    if ragged:
+        sequences, start = sequences_of(problem, start), 0
+    slopes, stride_slope, line, reach = q, 0, q, 0
+    if isinstance(bias, LinearBias):
+        slopes = plain_slopes(bias.slopes)
+        stride_slope = heads if slopes.dim() == 2 else 0
+    elif isinstance(bias, BucketBias):
+        reach = bias.max_distance
+        index = bias.bucket(torch.arange(-reach, reach + 1, device=q.device))
+        line = (bias.table.detach().float()[index].T * LOG2E).contiguous()
+    norms, norm_count = q, 0
+    norm_strides: tuple[int, ...] = (0, 0)
+    windows = isinstance(bias, LinearBias) and problem.tolerance > 0.0 and problem.key_norms is not None
+    if windows and problem.key_norms is not None:
+        norms = problem.key_norms.detach().float()
+        norms = norms[..., None] if norms.dim() == 2 else rows_contiguous(norms)
+        norm_strides, norm_count = norms.stride()[:2], norms.shape[2]
+    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-SHARES // (batch * kv_heads)))))
+    parts = torch.empty((batch, heads, queries, splits, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device)
+    wide = q.element_size() == 4
+    group = heads // kv_heads
+    precision = "tf32" if wide and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    block_dim = max(16, triton.next_power_of_2(dim))
+    # In the order of the kernel's parameters.
+    constants = {
+        "D": dim, "BD": block_dim, "BM": max(16, triton.next_power_of_2(group * queries)), "BN": 32 if wide else 64,
+        "BIAS": 1 if isinstance(bias, LinearBias) else 2 if isinstance(bias, BucketBias) else 0, "WINDOWS": windows,
+        "RAGGED": ragged, "SPLITS": splits, "PRECISION": precision, "STAGES": 1 if wide else 3,
+        "CHUNK": min(1024, triton.next_power_of_2(max(norm_count, 1))),
+    }  # fmt: skip
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *norm_strides, stride_slope)
+    pointers = tuple(t.data_ptr() % 16 for t in (q, k, v, norms))
+    key = (*strides, *constants.values(), *pointers, heads, group, queries, reach, q.dtype, q.device)
+    grid, join_grid = (splits, kv_heads, batch), (queries, heads, batch)
+    arguments = (
+        q, k, v, parts, sums, slopes, line, norms, sequences, *strides, norm_count, heads, group, queries, keys,
+        start, reach, float(problem.scale), -math.log(problem.tolerance) if windows else 0.0,
+    )  # fmt: skip
+    joined = (parts, sums, out, *out.stride()[:3], heads, queries)
+    if key in _compiled:
+        split, join = _compiled[key]
+        split[grid](*arguments, *constants.values())
+        join[join_grid](*joined, dim, block_dim, splits)
+        return out
+    split = split_kernel[grid](*arguments, **constants, num_warps=4)
+    join = join_kernel[join_grid](*joined, D=dim, BD=block_dim, SPLITS=splits, num_warps=4)
+    if not interpreted():
+        if len(_compiled) >= 512:
+            _compiled.clear()
+        _compiled[key] = (split, join)
+    return out

@@ -1,0 +1,168 @@
+"""Forward: one program for BM queries of one head, which visits the keys of its window and no others.
+
+Key tiles fall into five ranges, of which causal attention has the first three:
+
+    [k0, u0) masked | [u0, n1) past | [n1, n2) masked, near the diagonal | [n2, u1) future | [u1, k1) masked
+
+Only masked tiles compare positions. In the others the bias is a term of the query plus a term of the key, and in
+causal attention the query's term is left out: it cancels in the softmax, and goes into the log-sum-exp at the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainshort.attention.triton.tiles import (
+    BUCKET,
+    FAR,
+    FUTURE,
+    LINEAR,
+    MASKED,
+    NONE,
+    PAST,
+    ROWS,
+    full_bias,
+    load_rows,
+    place,
+    sees_of,
+    sight,
+    split_bias,
+    store_rows,
+)
+
+
+@triton.jit
+def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The borders k0, u0, n1, n2, u1, k1 of the five ranges for these rows, all multiples of BN."""
+    k0 = tl.min(tl.where(some, lo, FAR)) // BN * BN
+    k1 = (tl.max(tl.where(some, hi, 0)) + BN - 1) // BN * BN
+    k0 = tl.minimum(k0, k1)
+    near = reach if BIAS == BUCKET else 0
+    p_first = tl.min(tl.where(some, p, FAR))
+    n1 = tl.minimum(tl.min(tl.where(some, hi, FAR)), p_first + 1 - near)
+    n1 = tl.minimum(tl.maximum(n1 // BN * BN, k0), k1)
+    n1 = tl.where(n1 < 0, 0, n1)
+    u0 = (tl.max(tl.where(some, lo, 0)) + BN - 1) // BN * BN
+    u0 = tl.minimum(u0, n1)
+    if CAUSAL:
+        n2, u1 = k1, k1
+    else:
+        p_last = tl.max(tl.where(some, p, -FAR))
+        n2 = (tl.maximum(p_last + 1 + near, 0) + BN - 1) // BN * BN
+        n2 = tl.minimum(tl.maximum(n2, n1), k1)
+        u1 = tl.min(tl.where(some, hi, FAR)) // BN * BN
+        u1 = tl.minimum(tl.maximum(u1, n2), k1)
+    return k0, tl.maximum(u0, k0), n1, n2, u1, k1
+
+
+@triton.jit
+def _visit(
+    acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, first, end, p, lo, hi, ref, mp, mf,
+    offset, reach, scale,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take in the key tiles of one range."""
+    for key in tl.range(first, end, BN, num_stages=STAGES):
+        j = key + tl.arange(0, BN)
+        k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
+        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if SIDE == MASKED:
+            if CAUSAL and BIAS == LINEAR:
+                s += (mp * (j - ref).to(tl.float32))[None, :]
+            elif BIAS != NONE:
+                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, reach, BIAS, CAUSAL)
+            s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
+        else:
+            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
+            if BIAS != NONE:
+                s += column[None, :]
+            if BIAS == LINEAR and not CAUSAL:
+                s += row[:, None]
+        top = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(top == -float("inf"), 0.0, top) if SIDE == MASKED else top
+        w = tl.exp2(s - shift[:, None])
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.sum(w, 1)
+        acc = acc * fade[:, None]
+        v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
+        acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = top
+    return acc, l, m
+
+
+@triton.jit(do_not_specialize=["start"])
+def forward_kernel(
+    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    start, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_ot, stride_slope, stride_window,
+    H, group, Tq, Tk, offset, reach,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
+    b = tl.program_id(1)
+    h = tl.num_programs(2) - 1 - tl.program_id(2)
+    if ORDERED:
+        h = tl.load(ORDER + h)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, RAGGED, PACKED)
+    row = block * ROWS + part * BM % ROWS
+    if row >= nq:
+        return
+    hk = h // group
+    q_base = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q0.to(tl.int64) * stride_qt
+    k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
+    v_base = b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh + k0.to(tl.int64) * stride_vt
+    o_base = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + q0.to(tl.int64) * stride_ot
+    mp, mf = 0.0, 0.0
+    if BIAS == LINEAR:
+        mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
+        mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
+    if BIAS == BUCKET:
+        LINE += h * (2 * reach + 1)
+    unit0 = (b * H + h) * stride_window
+    if PACKED:
+        unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
+    r = row + tl.arange(0, BM)
+    p = start + r
+    lo, hi, some = sight(r, nq, nk, start, sees_of(SEES, h, CAUSAL, SIDED), FIRST, LAST, unit0, CAUSAL, WINDOWS)
+    ref = start + row
+    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
+
+    q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
+    acc = tl.zeros([BM, BD], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    acc, l, m = _visit(
+        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, c0, u0, p, lo, hi, ref, mp, mf,
+        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1,
+    )  # fmt: skip
+    acc, l, m = _visit(
+        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, n1, p, lo, hi, ref, mp, mf,
+        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, PAST, TMA, PRECISION, STAGES,
+    )  # fmt: skip
+    acc, l, m = _visit(
+        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n1, n2, p, lo, hi, ref, mp, mf,
+        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, STAGES,
+    )  # fmt: skip
+    if not CAUSAL:
+        acc, l, m = _visit(
+            acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n2, u1, p, lo, hi, ref, mp, mf,
+            offset, reach, scale, D, BD, BN, BIAS, CAUSAL, FUTURE, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+        acc, l, m = _visit(
+            acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u1, c1, p, lo, hi, ref, mp, mf,
+            offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1,
+        )  # fmt: skip
+
+    out = tl.where(some[:, None], acc / l[:, None], 0.0)
+    store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)
+    lse = m + tl.log2(l)
+    if CAUSAL and BIAS == LINEAR:
+        lse -= mp * (p - ref).to(tl.float32)
+    # A query that sees nothing: no weight on any key in the backward pass.
+    lse = tl.where(some, lse, float("inf"))
+    tl.store(LSE + (b * H + h).to(tl.int64) * Tq + q0 + r, lse, mask=r < nq)
