@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-all check format bench clean
+.PHONY: test test-all check format bench demo clean
 
 test: $(READY)  ## the tests, under twelve minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
@@ -24,6 +24,9 @@ format: $(READY)  ## put the code into its standard form
 
 bench: $(READY)  ## attention on this machine's CPU, beside what torch offers
 	$(BIN)/python benchmarks/attention_cpu.py
+
+demo: $(READY)  ## four position methods trained short and tested long on this machine, in minutes: the table
+	$(BIN)/trainshort compare --recipe demo
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainshort needs Python 3.11 or newer: make PYTHON=python3.12")'

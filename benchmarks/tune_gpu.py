@@ -3,8 +3,8 @@
     python benchmarks/tune_gpu.py [--dims 64 128] [--lengths 1024 8192] [--dtype bfloat16] [--workers 12]
 
 Every candidate is compiled in a pool of processes first (Triton keeps what is compiled on disk), then each kernel is
-timed on its own by the profiler, windows given. Prints the fastest, in the form of the table's rows; what it prints is
-put into trainshort/attention/triton/tuning.py by hand.
+timed on its own by the profiler, windows given. Prints the fastest, in the form of the table's rows; what it prints
+is put into trainshort/attention/triton/tuning.py by hand.
 """
 
 from __future__ import annotations

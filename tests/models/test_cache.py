@@ -106,7 +106,9 @@ def test_long_texts_have_windows_to_use() -> None:
     keys = cache.keys[0][:, :, :1500]
     windows = ts.certified_windows(keys[:, :, -1:], keys, key_norms=cache.norms[0])
     visited = (windows[..., 1] - windows[..., 0]).double().mean().item()
-    assert visited < 9, f"{visited} of 12 blocks"  # heads that are computed together share the longest of their windows
+    assert visited < 9, (
+        f"{visited} of 12 blocks"
+    )  # heads that are computed together share the longest of their windows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -296,3 +296,11 @@ def test_only_models_can_be_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="takes a LanguageModel or an Encoder, got Linear"):
         ts.save(torch.nn.Linear(2, 2), tmp_path / "new")  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "new").exists()
+
+
+def test_saved_files_are_readable_to_others(tmp_path: Path) -> None:
+    """As far as the umask allows: safetensors alone would leave its file to the owner."""
+    ts.save(language_model(), tmp_path)
+    probe = tmp_path / "probe"
+    probe.touch()
+    assert {(tmp_path / name).stat().st_mode for name in FILES} == {probe.stat().st_mode}

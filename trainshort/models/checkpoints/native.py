@@ -57,6 +57,7 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     try:
         for name, write in writers.items():
             write(partial[name])
+            _settle(partial[name])
         for name, path in partial.items():
             if name == "config.json" and stale:  # before the config that no longer knows of it
                 (folder / "tokenizer.json").unlink(missing_ok=True)
@@ -64,6 +65,15 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
+
+
+def _settle(path: Path) -> None:
+    """Onto the disk, and readable to whom the user's umask allows: safetensors writes for its owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _holds_our_tokenizer(folder: Path) -> bool:

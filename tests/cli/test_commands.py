@@ -1,0 +1,168 @@
+"""Evaluate, generate and bench as they are typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run_cli import run_cli
+from trainshort.cli.generate import Stream
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_folder(untrained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untrained, tmp_path / "run"))
+
+
+def test_evaluate_prints_a_table_and_writes_records(capsys: Capture, run_folder: Path) -> None:
+    outcome = run_cli(capsys, "evaluate", run_folder, "--lengths", 32, 64, "--tokens", 1000)
+    assert outcome.status == 0, outcome.error
+    assert "every length scores the same 960 validation tokens, each once" in outcome.out
+    records = json.loads((run_folder / "evaluation.json").read_text())["records"]
+    assert [each["length"] for each in records] == [32, 64]
+    for record in records:
+        assert f"{record['perplexity']:,.0f}" in outcome.out
+        assert record["bytes"] == 960  # one a token
+        assert 0 < record["words"] < 960
+
+
+def test_evaluate_by_itself_goes_to_sixteen_times_the_length(capsys: Capture, run_folder: Path) -> None:
+    assert run_cli(capsys, "evaluate", run_folder).status == 0
+    records = json.loads((run_folder / "evaluation.json").read_text())["records"]
+    assert [each["length"] for each in records] == [32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "1000000"], "too few for windows of 1,000,000 tokens"),
+        (["--lengths", "0"], "lengths must be at least 1"),
+        (["--lengths", "64", "--stride", "8"], "stride is for mode sliding"),
+        (
+            ["--lengths", "64", "--mode", "sliding", "--stride", "65"],
+            "stride must be at most the shortest length, 64",
+        ),
+        (["--data", "nowhere"], "nowhere: no such folder"),
+        (["--device", "cuda:99"], "cuda"),
+        (["--device", "abacus"], "device must be cpu, cuda or cuda:N; got 'abacus'"),
+        (["--chunk", "100"], "chunk must be a multiple of 128"),
+    ],
+)
+def test_evaluate_refuses(capsys: Capture, run_folder: Path, words: list[str], message: str) -> None:
+    outcome = run_cli(capsys, "evaluate", run_folder, *words)
+    assert message in outcome.one_sentence()
+    assert not (run_folder / "evaluation.json").exists()
+
+
+def test_evaluate_refuses_what_is_no_run(capsys: Capture, tmp_path: Path, run_folder: Path) -> None:
+    assert "no such folder" in run_cli(capsys, "evaluate", tmp_path / "nothing").one_sentence()
+    (tmp_path / "empty").mkdir()
+    assert "holds no trained model" in run_cli(capsys, "evaluate", tmp_path / "empty").one_sentence()
+    training = run_folder / "train.json"
+    training.write_text(training.read_text().replace('"data": "', '"data": "/gone'))
+    assert "was trained on /gone" in run_cli(capsys, "evaluate", run_folder).one_sentence()
+    training.unlink()
+    assert "name some with --data" in run_cli(capsys, "evaluate", run_folder).one_sentence()
+
+
+def test_evaluate_refuses_a_damaged_model(capsys: Capture, run_folder: Path) -> None:
+    weights = run_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "not a whole safetensors file" in run_cli(capsys, "evaluate", run_folder).one_sentence()
+    (run_folder / "config.json").write_text("{")
+    assert "not valid JSON" in run_cli(capsys, "evaluate", run_folder).one_sentence()
+
+
+def test_evaluate_refuses_data_with_another_tokenizer(
+    capsys: Capture, run_folder: Path, prepared: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(prepared, tmp_path / "other")
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    outcome = run_cli(capsys, "evaluate", run_folder, "--data", other)
+    assert "another tokenizer" in outcome.one_sentence()
+
+
+def test_generate_continues_the_prompt(capsys: Capture, run_folder: Path) -> None:
+    words = ["generate", run_folder, "--prompt", "Line é", "--max-new-tokens", "20", "--seed", "3"]
+    outcome = run_cli(capsys, *words)
+    assert outcome.status == 0, outcome.error
+    assert outcome.out.startswith("Line é")
+    assert len(outcome.out) > len("Line é\n")
+    assert run_cli(capsys, *words).out == outcome.out
+
+
+def test_generate_shows_each_token_as_it_comes(
+    capsys: Capture, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text="", **_: shown.append(text))
+    run_cli(capsys, "generate", run_folder, "--prompt", "Line", "--max-new-tokens", "9", "--temperature", "0")
+    assert shown[0] == "Line"
+    assert len(shown) == 1 + 9 + 1
+
+
+def test_characters_are_shown_when_all_their_bytes_are_there() -> None:
+    stream = Stream(lambda tokens: bytes(tokens).decode("utf-8", errors="replace"))
+    parts = [stream.add(byte) for byte in "aé…b".encode()]
+    assert parts == ["a", "", "é", "", "", "…", "b"]
+    assert stream.add(0xC3) == ""
+    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_bytes_that_never_become_a_character_hold_nothing_up() -> None:
+    stream = Stream(lambda tokens: bytes(tokens).decode("utf-8", errors="replace"))
+    text = "".join([stream.add(byte) for byte in b"a\xffb\xc3c"]) + stream.rest()
+    assert text == b"a\xffb\xc3c".decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--top-p", "2"], "top_p must lie in (0, 1]"),
+        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0"),
+    ],
+)
+def test_generate_refuses(capsys: Capture, run_folder: Path, words: list[str], message: str) -> None:
+    outcome = run_cli(capsys, "generate", run_folder, "--prompt", "a", *words)
+    assert message in outcome.one_sentence()
+    assert outcome.out == ""
+
+
+def test_generate_needs_a_tokenizer(capsys: Capture, run_folder: Path) -> None:
+    (run_folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in run_cli(capsys, "generate", run_folder, "--prompt", "a").one_sentence()
+
+
+def test_bench_prints_a_table_and_writes_figures(capsys: Capture, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    words = ["--lengths", 64, 200, "--heads", 2, "--head-dim", 16, "--tokens", 400, "--seconds", 0.01]
+    outcome = run_cli(capsys, "bench", *words, "--dense-up-to", 100, "--backward", "--out", out)
+    assert outcome.status == 0, outcome.error
+    records = json.loads(out.read_text())["records"]
+    assert [each["batch"] for each in records] == [6, 2]
+    assert records[0]["ms"]["dense bias"] > 0
+    assert records[1]["ms"]["dense bias"] is None
+    assert records[1]["kept"] == 1.0
+    for name in ("trainshort", "row bias", "no bias"):
+        assert name in outcome.out
+        assert records[1]["ms"][name] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "0"], "lengths must be at least 1"),
+        (["--heads", "0"], "heads must be at least 1"),
+        (["--seconds", "0"], "seconds must be positive"),
+        (["--device", "cuda:99"], "cuda"),
+    ],
+)
+def test_bench_refuses(capsys: Capture, words: list[str], message: str) -> None:
+    assert message in run_cli(capsys, "bench", *words).one_sentence()

@@ -1,0 +1,166 @@
+"""The command table: help at once, errors in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cli.run_cli import run_cli
+from trainshort.cli import main as main_module
+from trainshort.cli.main import COMMANDS, main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(capsys: Capture, words: list[str]) -> None:
+    outcome = run_cli(capsys, *words)
+    assert outcome.status == 0
+    assert all(name in outcome.out for name in COMMANDS)
+    assert "examples:" in outcome.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_its_flags(capsys: Capture, name: str) -> None:
+    outcome = run_cli(capsys, name, "--help")
+    assert outcome.status == 0
+    assert f"usage: trainshort {name}" in outcome.out
+    assert "(default: " in outcome.out
+    assert "examples:" in outcome.out
+    assert "--debug" in outcome.out
+    flags = [line for line in outcome.out.splitlines() if line.startswith("  --")]
+    assert len(flags) >= 5
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_comes_at_once_and_without_torch(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom trainshort.cli.main import main\n"
+        f"status = main({words})\n"
+        "heavy = {'torch', 'numpy', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(status)"
+    )
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert time.perf_counter() - begin < 1.0
+
+
+def test_version(capsys: Capture) -> None:
+    assert run_cli(capsys, "--version").out.startswith("trainshort 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evalute"], "no command 'evalute'; did you mean evaluate?"),
+        (["xyz"], "there are prepare, train, evaluate, compare, generate, bench"),
+        (["--verison"], "no flag --verison; did you mean --version?"),
+        (["evaluate", "run", "--lenghts", "512"], "no flag --lenghts; did you mean --lengths?"),
+        (["evaluate", "run", "--lengths", "long"], "--lengths: must be a whole number, got 'long'"),
+        (["evaluate", "run", "--lengths"], "--lengths: expected at least one argument"),
+        (["evaluate", "run", "--mode", "slidin"], "got 'slidin'; did you mean sliding?"),
+        (["evaluate", "run", "--stride", "1.5"], "--stride: must be a whole number or none, got '1.5'"),
+        (["evaluate"], "the following arguments are required: RUN"),
+        (["evaluate", "one", "two"], "unrecognized arguments: two"),
+        (["generate", "run"], "the following arguments are required: --prompt"),
+        (["generate", "run", "--promt", "x"], "no flag --promt; did you mean --prompt?"),
+        (["compare", "--recipe", "figure2"], "did you mean figure1?"),
+        (["compare", "--seed", "1"], "no flag --seed; did you mean --seeds?"),
+        (["bench", "--heads", "none"], "--heads: must be a whole number, got 'none'"),
+        (["train", "--data", "d", "--out", "o", "--postion", "alibi"], "no flag --postion; did you mean --position?"),
+        (["prepare", "x.txt", "--ouput", "d"], "no flag --ouput; did you mean --out?"),
+    ],
+)
+def test_what_cannot_be_understood(capsys: Capture, words: list[str], message: str) -> None:
+    outcome = run_cli(capsys, *words)
+    assert outcome.status == 2
+    assert message in outcome.one_sentence()
+    assert "--help shows" in outcome.error
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
+    """A command that raises what the test puts in."""
+    held: dict[str, BaseException] = {}
+
+    def fail(*_: object) -> None:
+        raise held["error"]
+
+    monkeypatch.setattr(main_module, "_run", fail)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("lengths\n  must be   long"), "trainshort bench: lengths must be long"),
+        (KeyError("weights"), "trainshort bench: weights"),
+        (FileNotFoundError(2, "No such file or directory", "book.txt"), "book.txt: no such file or directory"),
+        (PermissionError(13, "Permission denied", "runs"), "runs: permission denied: choose another place"),
+        (OSError(28, "No space left on device", "runs"), "no space left on the disk"),
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), "pip install datasets"),
+        (MemoryError(), "not enough memory"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (--debug shows where)"),
+        (AssertionError(), "AssertionError (--debug shows where)"),
+    ],
+)
+def test_errors_are_one_sentence(
+    capsys: Capture, failing: dict[str, BaseException], error: BaseException, message: str
+) -> None:
+    failing["error"] = error
+    outcome = run_cli(capsys, "bench")
+    assert outcome.status == 1
+    assert message in outcome.one_sentence()
+
+
+def test_debug_shows_where(failing: dict[str, BaseException]) -> None:
+    failing["error"] = ValueError("here")
+    for words in (["--debug", "bench"], ["bench", "--debug"]):
+        with pytest.raises(ValueError, match="here"):
+            main(words)
+
+
+def test_ctrl_c_is_no_error_with_a_traceback(capsys: Capture, failing: dict[str, BaseException]) -> None:
+    failing["error"] = KeyboardInterrupt()
+    outcome = run_cli(capsys, "bench")
+    assert outcome.status == 130
+    assert outcome.error.strip() == "trainshort bench: stopped"
+
+
+def test_what_an_interrupted_run_says_is_shown(capsys: Capture, failing: dict[str, BaseException]) -> None:
+    stop = KeyboardInterrupt("saved at step 3; --resume goes on")
+    stop.status = 143  # type: ignore[attr-defined]
+    failing["error"] = stop
+    outcome = run_cli(capsys, "compare")
+    assert outcome.status == 143
+    assert "saved at step 3" in outcome.error
+
+
+def test_the_exit_status_of_a_command_is_that_of_the_program(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainshort.cli.bench import Flags
+
+    command = SimpleNamespace(__doc__="", Flags=Flags, run=lambda flags: 7)
+    monkeypatch.setattr(main_module, "_module", lambda name: command)
+    assert run_cli(capsys, "bench").status == 7
+
+
+def test_the_installed_program_fails_without_a_traceback() -> None:
+    code = "import sys; from trainshort.cli.main import main; sys.exit(main())"
+    result = subprocess.run([sys.executable, "-c", code, "evaluate", "nowhere"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert (
+        result.stderr.strip() == "trainshort evaluate: nowhere: no such folder; evaluate takes one that train wrote"
+    )
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m trainshort.cli --help | head -1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "0"
+    assert result.stderr == ""

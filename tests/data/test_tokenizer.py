@@ -1,0 +1,103 @@
+"""Tokenizers: every text comes back, ours are files of the package tokenizers, and text is never a special token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from trainshort.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_text, train_bpe
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then the dog sleeps\n" * 20
+BPE = train_bpe(iter([TEXT]), 290)
+LOWERCASE = Backend(models.WordLevel({"<unk>": 0, "</s>": 1, "the": 2, "dog": 3}, unk_token="<unk>"))
+LOWERCASE.normalizer = normalizers.Lowercase()
+LOWERCASE.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+@given(text=texts)
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    table = tokenizer.token_bytes()
+    assert table is not None
+    assert b"".join(table[index] for index in ids) == text.encode()
+    assert tokenizer.end_id not in ids
+
+
+@given(text=texts)
+def test_bytes_are_a_tokenizer_of_the_package_too(text: str) -> None:
+    ours, theirs = ByteTokenizer(), Backend.from_str(ByteTokenizer().to_str())
+    assert theirs.get_vocab_size() == ours.vocab_size == 257
+    assert theirs.token_to_id(END) == ours.end_id == 256
+    theirs.encode_special_tokens = True
+    assert theirs.encode(text).ids == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_text_that_looks_like_the_end_is_text(tokenizer: Tokenizer) -> None:
+    text = f"a {END} b"
+    ids = tokenizer.encode(text)
+    assert tokenizer.end_id not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.end_id or 0, *ids]) == text + text
+
+
+def test_a_bpe_has_the_size_that_was_asked_for_and_joins() -> None:
+    assert BPE.vocab_size == 290
+    assert len(BPE.encode(TEXT)) < len(TEXT.encode()) / 2
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        again = load_tokenizer(path)
+        assert type(again) is type(tokenizer)
+        assert (again.vocab_size, again.end_id) == (tokenizer.vocab_size, tokenizer.end_id)
+        assert again.encode("the dog é") == tokenizer.encode("the dog é")
+    Backend.from_file(str(tmp_path / "tokenizer.json"))
+
+
+def test_other_tokenizers_have_no_table() -> None:
+    """Lower case loses which case it was, so bytes do not follow from tokens."""
+    tokenizer = tokenizer_from_text(LOWERCASE.to_str())
+    assert tokenizer.token_bytes() is None
+    assert tokenizer.end_id == 1
+    assert tokenizer.encode("The DOG x") == [2, 3, 0]
+
+
+def test_a_prefix_space_has_no_table() -> None:
+    backend = Backend.from_str(BPE.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    assert tokenizer_from_text(backend.to_str()).token_bytes() is None
+
+
+def test_the_end_token() -> None:
+    text = LOWERCASE.to_str()
+    assert tokenizer_from_text(text, end_token="dog").end_id == 3
+    with pytest.raises(ValueError, match="has no token 'dgo' to end documents with; did you mean 'dog'"):
+        tokenizer_from_text(text, end_token="dgo")
+    nameless = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    assert tokenizer_from_text(nameless.to_str()).end_id is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "not valid JSON"), (json.dumps({"version": "1.0"}), "not a tokenizer of the package tokenizers")],
+)
+def test_files_that_are_none(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"a tokenizer is a tokenizer\.json or a folder with one"):
+        load_tokenizer(tmp_path / "none.json")

@@ -1,0 +1,58 @@
+"""evaluation.json holds whole records, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trainshort.evaluation.records import add_record, figures, position_edges, read_records
+
+
+def record(length: int, **more: object) -> dict[str, object]:
+    return {"length": length, "mode": "nonoverlapping", "stride": length, **more}
+
+
+def test_a_record_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    add_record(tmp_path, record(32, perplexity=1.0), "a")
+    add_record(tmp_path, record(16, perplexity=2.0), "a")
+    add_record(tmp_path, record(32, perplexity=3.0), "a")
+    assert [each["perplexity"] for each in read_records(tmp_path)] == [2.0, 3.0]
+    assert read_records(tmp_path, "b") == []
+    assert len(read_records(tmp_path, "a")) == 2
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_record(tmp_path, record(32), "a")
+    before = (tmp_path / "evaluation.json").read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("interrupted")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="interrupted"):
+        add_record(tmp_path, record(64), "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
+    assert (tmp_path / "evaluation.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": "other"})])
+def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "evaluation.json").write_text(content)
+    with pytest.raises(ValueError, match="remove it and evaluate again"):
+        read_records(tmp_path)
+
+
+def test_perplexity_too_large_for_a_float_is_none() -> None:
+    assert figures(1e6, 10, None, None)["perplexity"] is None
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 10, 1000, 65536])
+def test_bins_cover_every_place_once(length: int) -> None:
+    edges = position_edges(length)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert edges == sorted(set(edges))
+    assert edges[1] == 1  # the very first place stands alone

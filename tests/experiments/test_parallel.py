@@ -1,0 +1,108 @@
+"""Runs trained at once are the same runs, stop together, and say what went wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainshort.data import PrepareConfig
+from trainshort.data.prepare import prepare
+from trainshort.experiments.compare import compare
+from trainshort.experiments.config import CompareConfig
+from trainshort.experiments.parallel import train_all
+from trainshort.training import RunFolder, TrainConfig
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("book")
+    (folder / "book.txt").write_text("A book of one sentence, again and again and again. " * 200)
+    sources = (str(folder / "book.txt"),)
+    return prepare(PrepareConfig(sources=sources, out=str(folder / "data"), workers=1), progress=False)
+
+
+def small(data: Path, out: Path, jobs: int, steps: int = 3) -> CompareConfig:
+    return CompareConfig(
+        data=str(data),
+        out=str(out),
+        positions=("alibi", "none"),
+        length=(16,),
+        multiples=(1, 2),
+        steps=steps,
+        batch_tokens=64,
+        num_layers=1,
+        d_model=16,
+        num_heads=2,
+        test_tokens=64,
+        device="cpu",
+        checkpoint_every=0,
+        jobs=jobs,
+    )
+
+
+def test_together_or_one_by_one_the_runs_are_the_same(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = compare(small(data, tmp_path / "one", jobs=1))
+    two = compare(small(data, tmp_path / "two", jobs=2))
+    for first, second in zip(one["runs"], two["runs"], strict=True):
+        assert first["folder"] == second["folder"]
+        for left, right in zip(first["records"], second["records"], strict=True):
+            assert left["nll_sum"] == pytest.approx(right["nll_sum"], rel=1e-5)
+
+
+def test_an_error_is_that_of_the_run(data: Path, tmp_path: Path) -> None:
+    good = TrainConfig(data=str(data), out=str(tmp_path / "good"), length=16, batch_tokens=64, steps=2)
+    bad = TrainConfig(data=str(data), out=str(tmp_path / "bad"), length=16, batch_tokens=64, position="rotery")
+    with pytest.raises(RuntimeError, match="did you mean 'rotary'"):
+        train_all([bad, good], 1, lambda text: None)
+    assert not (tmp_path / "good").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_saves_every_run_and_the_same_command_goes_on(data: Path, tmp_path: Path, number: int) -> None:
+    out = tmp_path / "out"
+    flags = ["--positions", "alibi", "none", "--length", "16", "--multiples", "1", "2", "--steps", "1000000"]
+    flags += [
+        "--batch-tokens",
+        "64",
+        "--num-layers",
+        "1",
+        "--d-model",
+        "16",
+        "--num-heads",
+        "2",
+        "--test-tokens",
+        "64",
+    ]
+    command = [sys.executable, "-m", "trainshort.cli", "compare", "--data", str(data), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, *flags, "--jobs", "2", "--device", "cpu", "--checkpoint-every", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    folders = [out / "alibi-16-seed0", out / "none-16-seed0"]
+    limit = time.monotonic() + 60
+    while not all(
+        (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size for folder in folders
+    ):
+        assert time.monotonic() < limit
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "the same command goes on from there" in error
+    assert "Traceback" not in error
+    for folder in folders:
+        assert RunFolder(folder).step > 0
+        assert not RunFolder(folder).finished

@@ -1,0 +1,132 @@
+"""Training trains: every method and optimizer lowers the loss; what is logged is what happened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainshort as ts
+from tests.training.small import metrics_of, small_config
+from trainshort.cli.train import Flags, run
+from trainshort.data.dataset import TokenData
+from trainshort.models import LanguageModel
+from trainshort.training.optimizer import Optimizer
+from trainshort.training.progress import TrainProgress
+from trainshort.training.run import RunFolder
+from trainshort.training.train import train
+
+
+@pytest.mark.parametrize("position", ["alibi", "sinusoidal", "learned", "rotary", "t5", "none"])
+def test_every_position_method_learns(data: Path, tmp_path: Path, position: str) -> None:
+    config = small_config(
+        data, tmp_path / "run", position=position, steps=60, lr=1e-2, dropout=0.0, checkpoint_every=0
+    )
+    rows = metrics_of(train(config, progress=False))
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 60
+    assert losses[0] > 5.4
+    assert losses[-1] < 3.4
+    assert [row["step"] for row in rows if "validation_loss" in row] == list(range(4, 61, 4))
+
+
+def test_muon_learns_and_takes_the_hidden_matrices(data: Path, tmp_path: Path) -> None:
+    config = small_config(data, tmp_path / "run", optimizer="muon", steps=40, lr=1e-2, dropout=0.0)
+    losses = [row["loss"] for row in metrics_of(train(config, progress=False)) if "loss" in row]
+    assert losses[-1] < 3.4
+    model = LanguageModel(ts.ModelConfig.from_dict(config.model_fields(257)))
+    parts = Optimizer(model, config).parts
+    muon = {id(each) for group in parts["muon"].param_groups for each in group["params"]}
+    hidden = {id(each) for name, each in model.trunk.blocks.named_parameters() if each.dim() == 2}
+    assert muon == hidden
+    adamw = {id(each) for group in parts["adamw"].param_groups for each in group["params"]}
+    assert muon | adamw == {id(each) for each in model.parameters()}
+    assert not muon & adamw
+
+
+def test_only_matrices_decay(data: Path, tmp_path: Path) -> None:
+    config = small_config(data, tmp_path / "run")
+    groups = (
+        Optimizer(LanguageModel(ts.ModelConfig.from_dict(config.model_fields(257))), config)
+        .parts["adamw"]
+        .param_groups
+    )
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(each.dim() >= 2 for each in groups[0]["params"])
+    assert all(each.dim() < 2 for each in groups[1]["params"])
+
+
+def test_the_validation_loss_is_a_direct_computation(data: Path, whole: Path) -> None:
+    model, tokens = ts.load(whole), TokenData(data).validation
+    assert isinstance(model, LanguageModel)
+    total = 0.0
+    for start in range(0, 128, 32):
+        window = torch.from_numpy(tokens[start : start + 33].astype("int64"))[None]
+        total += float(model.loss(window[:, :-1], window[:, 1:], reduction="sum").detach())
+    assert metrics_of(whole)[-1]["validation_loss"] == pytest.approx(total / 128, rel=1e-6)
+    assert metrics_of(whole)[-1]["validation_tokens"] == 128
+
+
+def test_progress(capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path) -> None:
+    train(small_config(data, tmp_path / "run", steps=2))
+    line = capsys.readouterr().err
+    assert "alibi 32: step 2 of 2, loss 5." in line
+    assert "tokens/s" in line
+    assert "0:00 left" in line
+
+
+def test_progress_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    train(small_config(data, tmp_path / "run", steps=2))
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "tokens/s" in shown
+
+
+def test_time_left() -> None:
+    bar = TrainProgress("x", steps=1000, start=100, tokens_a_step=500, show=False)
+    assert bar.figures(200, 1.0, bar.began + 50) == "loss 1.0000, 1,000 tokens/s, 6:40 left"
+    assert bar.figures(101, 1.0, bar.began + 10).endswith("2:29:50 left")
+
+
+def test_tensorboard_that_is_not_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RuntimeError, match="pip install tensorboard"):
+        train(small_config(data, tmp_path / "run", tensorboard=True), progress=False)
+
+
+def flags(**given: Any) -> Flags:
+    return Flags.from_flags(**given)
+
+
+def test_the_command_line_resumes_with_the_settings_of_the_run(data: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    sizes = {"num_layers": 1, "d_model": 16, "num_heads": 2, "length": 32, "batch_tokens": 64}
+    first = flags(data=str(data), out=out, steps=3, **sizes, set=("gated=true", "position.trainable=true"))
+    assert run(first) == 0
+    stored = RunFolder(out).config()
+    assert stored.model_options == {"gated": True}
+    assert stored.position_options == {"trainable": True}
+    assert flags(out=out, resume=True).config() == stored
+    assert flags(out=out, resume=True, checkpoint_every=7).config().checkpoint_every == 7
+    assert run(flags(out=out, resume=True)) == 0
+    with pytest.raises(ValueError, match=r"lr was 0\.001, is 0\.002 now"):
+        run(flags(out=out, resume=True, lr=2e-3))
+    with pytest.raises(ValueError, match=r"model_options was \{'gated': True\}"):
+        run(flags(out=out, resume=True, set=("gated=false",)))
+
+
+def test_flags_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train needs --data"):
+        flags(out=str(tmp_path)).config()
+    with pytest.raises(ValueError, match="--set takes NAME=VALUE such as activation=silu, got 'gated'"):
+        flags(out=str(tmp_path), data="data", set=("gated",)).config()
+    with pytest.raises(FileNotFoundError, match=r"train\.json: no such file; a run is started with trainshort train"):
+        flags(out=str(tmp_path / "none"), resume=True).config()
+    assert flags(out=str(tmp_path / "none"), data="data", resume=True).config().data == "data"

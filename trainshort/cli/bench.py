@@ -1,0 +1,88 @@
+"""Attention on this machine, beside what torch offers.
+
+All of them compute on the same random inputs, in turns. `dense bias` hands torch the whole table of penalties, made
+beforehand and not counted; `row bias` a row of them: linear memory, but it adds absolute positions, which costs
+digits; `no bias` is plain causal attention: no ALiBi at all, shown as the limit of what skips nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+EXAMPLES = """
+  trainshort bench
+  trainshort bench --lengths 1024 4096 16384 --backward
+  trainshort bench --device cuda --dtype bfloat16 --heads 16 --head-dim 128 --out bench.json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The shapes to measure."""
+
+    lengths: tuple[int, ...] = field(default=(512, 2048, 4096, 16384), metadata={"help": "tokens in a sequence"})
+    heads: int = field(default=8, metadata={"help": "attention heads"})
+    head_dim: int = field(default=64, metadata={"help": "channels of one head"})
+    tokens: int = field(default=4096, metadata={"help": "tokens in a batch; longer lengths are one row"})
+    backward: bool = field(default=False, metadata={"help": "measure forward and backward together"})
+    seconds: float = field(default=2.0, metadata={"help": "for each length"})
+    dense_up_to: int = field(default=4096, metadata={"help": "longest length at which to try the dense bias"})
+    dtype: Literal["float32", "bfloat16", "float16"] | None = field(
+        default=None, metadata={"help": "of the inputs (default: bfloat16 on a GPU, else float32)"}
+    )
+    device: str | None = field(
+        default=None, metadata={"help": "such as cpu or cuda (default: cuda where there is one)"}
+    )
+    threads: int | None = field(default=None, metadata={"help": "CPU threads (default: as torch chooses)"})
+    out: Path | None = field(default=None, metadata={"help": "also write the figures to this JSON file"})
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "tokens", "threads", *(["lengths"] if not self.lengths else [])):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for length in self.lengths:
+            if length < 1:
+                raise ValueError(f"lengths must be at least 1, got {length}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be positive, got {self.seconds}")
+
+
+def run(flags: Flags) -> None:
+    import torch
+
+    from trainshort.cli.shown import bench_table, print_table, waiting
+    from trainshort.data.files import write_json
+    from trainshort.evaluation.evaluate import device_for
+    from trainshort.experiments.bench import about, measure
+
+    if flags.threads is not None:
+        torch.set_num_threads(flags.threads)
+    device = device_for(flags.device)
+    dtype = getattr(torch, flags.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    records = []
+    for length in flags.lengths:
+        with waiting(f"{length:,} tokens"):
+            records.append(
+                measure(
+                    length,
+                    batch=max(1, flags.tokens // length),
+                    heads=flags.heads,
+                    head_dim=flags.head_dim,
+                    dtype=dtype,
+                    device=device,
+                    backward=flags.backward,
+                    seconds=flags.seconds,
+                    dense=length <= flags.dense_up_to,
+                )
+            )
+    shapes = f"{flags.heads} heads, head_dim {flags.head_dim}, {str(dtype).removeprefix('torch.')}"
+    print_table(
+        bench_table(records, f"{'forward + backward' if flags.backward else 'forward'}, {shapes}, {about(device)}")
+    )
+    if flags.out is not None:
+        chosen = json.loads(json.dumps(asdict(flags), default=str))
+        write_json(flags.out, {"machine": about(device), "flags": chosen, "records": records})

@@ -1,0 +1,63 @@
+"""Position methods side by side: train each, test each at lengths beyond its training, print the table.
+
+Methods x training lengths x seeds, each run in its own folder. What is done already is not done again, so an
+interrupted comparison goes on with the same command. Nothing differs between methods but, if --lrs says so, the
+learning rate. Without --data it uses the source of Python's standard library, which is there on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trainshort.experiments.config import CompareConfig
+from trainshort.experiments.recipes import RECIPES
+
+EXAMPLES = """
+  trainshort compare                                            minutes on two cores, no files needed
+  trainshort compare --recipe demo                              what `make demo` runs
+  trainshort compare --data data --positions alibi rotary t5 sinusoidal --length 256 --steps 5000
+  trainshort compare --data data --recipe figure1 --model small-124m      the paper's Figure 1
+  trainshort compare --data data --positions alibi sinusoidal --length 128 256 --seeds 0 1 2
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(CompareConfig):
+    """A comparison, or a recipe of one with some fields given instead of its own."""
+
+    recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "a whole comparison by name, which other flags change; --model is its size",
+            "choices": tuple(RECIPES),
+        },
+    )
+
+    @classmethod
+    def from_flags(cls, recipe: str | None = None, **given: Any) -> CompareConfig:
+        if recipe is None:
+            return CompareConfig(**given)
+        size = {"model": given["model"]} if "model" in given else {}
+        return replace(RECIPES[recipe](**size), **given)
+
+
+def run(config: CompareConfig) -> int:
+    from trainshort.cli.shown import comparison_tables, evaluation_progress, print_table
+    from trainshort.experiments.compare import NAME, Watcher, compare
+    from trainshort.experiments.parallel import Stopped
+    from trainshort.training import Interrupted
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        result = compare(config, Watcher(say=say, testing=evaluation_progress, progress=True))
+    except (Interrupted, Stopped) as stop:
+        say(f"stopped, and what is done is saved in {config.out}: the same command goes on from there")
+        return stop.status
+    for table in comparison_tables(result):
+        print_table(table)
+    print(f"runs and {NAME} are in {config.out}")
+    return 0

@@ -1,0 +1,47 @@
+"""Errors as users see them: one sentence that says what came, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+from collections.abc import Iterable
+
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileExistsError)
+
+
+class UsageError(Exception):
+    """What was typed cannot be understood: exit status 2."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A hint at the nearest of the known names, or nothing."""
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def sentence(error: BaseException) -> str:
+    """What happened, in one line without a traceback."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "not enough memory: use shorter lengths, a smaller batch or a smaller model"
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("trainshort"):
+        return f"this needs the package {error.name}: pip install {error.name}"
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        return _of_the_system(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = " ".join(text.split())
+    if isinstance(error, PLAIN) and type(error).__module__ == "builtins" and text:
+        return text
+    name = type(error).__name__
+    return f"{name}: {text} (--debug shows where)" if text else f"{name} (--debug shows where)"
+
+
+def _of_the_system(error: OSError) -> str:
+    what = str(error.strerror)
+    what = what[:1].lower() + what[1:]
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"{where}no space left on the disk: free some and run the same command again"
+    if error.errno == errno.EACCES:
+        return f"{where}permission denied: choose another place with --out, or change who may write there"
+    return f"{where}{what}"

@@ -1,0 +1,44 @@
+"""Perplexity of a run at any lengths, on exactly the same tokens at every length.
+
+Writes evaluation.json into the run's folder: for each length perplexity per token and word, bits per byte, loss by
+position in the window, speed, peak memory and, under ALiBi, what certified windows keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from trainshort.evaluation.config import EvaluateConfig
+
+EXAMPLES = """
+  trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
+  trainshort evaluate runs/alibi-256 --lengths 256 512 4096
+  trainshort evaluate runs/alibi-256 --lengths 1024 --mode sliding --stride 64 --tokens 20000
+  trainshort evaluate runs/alibi-256 --lengths 1024 --data other
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(EvaluateConfig):
+    """What to evaluate, how, and on what."""
+
+    run: str = field(metadata={"help": "the folder that train wrote", "positional": True})
+    data: str | None = field(
+        default=None, metadata={"help": "a folder that prepare wrote (default: the one the run was trained on)"}
+    )
+
+
+def run(flags: Flags) -> None:
+    from trainshort.evaluation.runs import open_run
+
+    opened = open_run(flags.run, flags.data)  # what is wrong with the folders shows before torch is there
+    from trainshort.cli.shown import evaluation_progress, evaluation_table, print_table
+    from trainshort.evaluation.evaluate import evaluate
+
+    values = {each.name: getattr(flags, each.name) for each in fields(EvaluateConfig)}
+    if not flags.lengths:
+        values["lengths"] = opened.usual_lengths()
+    config = EvaluateConfig(**values)
+    with evaluation_progress(len(config.lengths)) as on_scored:
+        records = evaluate(opened.folder, opened.data, config, on_scored=on_scored)
+    print_table(evaluation_table(str(opened.folder), records))

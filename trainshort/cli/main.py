@@ -1,0 +1,100 @@
+"""`trainshort COMMAND`: the table of commands, and what happens to errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import trainshort
+from trainshort.cli.arguments import Parser, add_fields, read
+from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, sentence
+
+COMMANDS = {
+    "prepare": "text files to tokens",
+    "train": "train a model with any position method",
+    "evaluate": "perplexity of a run at any lengths",
+    "compare": "position methods side by side: train each, test each, print the table",
+    "generate": "continue a text",
+    "bench": "attention on this machine, beside what torch offers",
+}
+EXAMPLES = """
+  trainshort compare                                        the Python library's source, four methods, one table
+  trainshort prepare book.txt --out data
+  trainshort train --data data --position alibi --length 256 --out runs/alibi-256
+  trainshort evaluate runs/alibi-256 --lengths 256 512 1024 2048
+  trainshort generate runs/alibi-256 --prompt "Call me"
+"""
+
+
+def main(typed: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. Errors are one sentence on stderr, or a traceback with --debug."""
+    words = list(sys.argv[1:] if typed is None else typed)
+    head = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in head
+    if debug:
+        words.remove("--debug")
+    name = "trainshort"
+    try:
+        if not words or words[0].startswith("-"):
+            return _without_command(words)
+        if words[0] not in COMMANDS:
+            nearest = did_you_mean(words[0], COMMANDS)
+            raise UsageError(f"there is no command {words[0]!r}{nearest} (there are {', '.join(COMMANDS)})")
+        name = f"trainshort {words[0]}"
+        return _run(words[0], words[1:])
+    except SystemExit as stop:  # argparse after --help
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt as stop:  # training says more, and what signal it was
+        print(f"\n{name}: {str(stop) or 'stopped'}", file=sys.stderr)
+        return int(getattr(stop, "status", INTERRUPTED))
+    except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        usage = isinstance(error, UsageError)
+        text = str(error) if usage else sentence(error)
+        print(f"{name}: {text}" + (f" ({name} --help shows what there is)" if usage else ""), file=sys.stderr)
+        return 2 if usage else 1
+
+
+def _without_command(words: list[str]) -> int:
+    commands = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
+    parser = Parser(
+        "trainshort",
+        f"Train short, test long.\n\ncommands:\n{commands}\n\n`trainshort COMMAND --help` says more.",
+        EXAMPLES,
+    )
+    parser.usage = "trainshort COMMAND [flags]"
+    parser.add_argument("--version", action="version", version=f"trainshort {trainshort.__version__}")
+    add_debug(parser)
+    parser.refuse_unknown_flags(words)
+    parser.parse_args(words)
+    parser.print_help()
+    return 0
+
+
+def _run(name: str, words: list[str]) -> int:
+    command = _module(name)
+    parser = Parser(f"trainshort {name}", (command.__doc__ or "").strip(), getattr(command, "EXAMPLES", ""))
+    add_fields(parser, command.Flags)
+    add_debug(parser)
+    flags = read(parser, command.Flags, words)
+    return int(command.run(flags) or 0)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"trainshort.cli.{name}")
+
+
+def add_debug(parser: Parser) -> None:
+    """For the help alone: it is taken out before the rest is read, wherever it stands."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

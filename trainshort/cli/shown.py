@@ -1,0 +1,215 @@
+"""What commands show on the terminal: tables and progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+Record = Mapping[str, Any]
+
+
+def console(stderr: bool = False) -> Console:
+    """Wide enough for a table where nobody says how wide: a file or a pipe has no width of its own."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = max(80, shutil.get_terminal_size().columns) if terminal or "COLUMNS" in os.environ else 118
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    console().print(table)
+
+
+def new_table(title: str, columns: Sequence[str], caption: str | None = None) -> Table:
+    """The first column on the left, figures on the right."""
+    table = Table(
+        title=title, caption=caption, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.title_justify = table.caption_justify = "left"
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place == 0 else "right")
+    return table
+
+
+@contextlib.contextmanager
+def evaluation_progress(lengths: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Told of each length, the tokens newly scored at it, and how many there will be."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeRemainingColumn(compact=True),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        tasks: dict[int, Any] = {}
+
+        def on_scored(length: int, tokens: int, total: int) -> None:
+            if length not in tasks:
+                tasks[length] = progress.add_task(f"length {length:,} ({len(tasks) + 1} of {lengths})", total=total)
+            progress.update(tasks[length], advance=tokens)
+
+        yield on_scored
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A sign of life while something is measured."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn(what),
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Small numbers with decimals, large ones without, huge ones as powers of ten."""
+    if value is None:
+        return "–"
+    if abs(value) >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:,.{digits}f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def evaluation_table(title: str, records: Sequence[Record]) -> Table:
+    sliding = any(record["stride"] != record["length"] for record in records)
+    columns = ["length", *(["stride"] if sliding else []), "perplexity", "per word", "bits/byte", "tokens/s"]
+    table = new_table(title, [*columns, "memory", "kept"], _scored(records))
+    for record in records:
+        head = [f"{record['length']:,}", *([f"{record['stride']:,}"] if sliding else [])]
+        if "skipped" in record:
+            table.add_row(*head, "–", "–", "–", "–", "–", "–")
+            continue
+        table.add_row(
+            *head,
+            number(record["perplexity"]),
+            number(record["perplexity_per_word"]),
+            number(record["bits_per_byte"]),
+            f"{record['tokens_per_second']:,.0f}",
+            f"{record['peak_memory_bytes'] / 1e6:,.0f} MB",
+            f"{mean_kept(record):.1%}" if "kept" in record else "–",
+        )
+    return table
+
+
+def _scored(records: Sequence[Record]) -> str:
+    done = [record for record in records if "skipped" not in record]
+    notes = [f"{record['length']:,}: {record['skipped']}" for record in records if "skipped" in record]
+    if done:
+        record = done[0]
+        notes.insert(
+            0, f"every length scores the same {record['scored_tokens']:,} {record['split']} tokens, each once"
+        )
+        if any("kept" in each for each in done):
+            notes.insert(
+                1, "kept: the part of all keys in sight that attention visits, the rest provably can't matter"
+            )
+    return "\n".join(notes)
+
+
+def mean_kept(record: Record) -> float:
+    """Of all layers and heads."""
+    every = [value for layer in record["kept"] for value in layer]
+    return float(sum(every) / len(every))
+
+
+def bench_table(records: Sequence[Record], title: str) -> Table:
+    """Milliseconds, and how many times as fast ours is."""
+    others = [name for name in records[0]["ms"] if name != "trainshort"]
+    table = new_table(title, ["length", "kept", "trainshort", *(f"torch,\n{name}" for name in others)])
+    notes: dict[str, None] = {}
+    for record in records:
+        ours = record["ms"]["trainshort"]
+        cells = [f"{record['batch']} x {record['length']:,}", f"{record['kept']:.1%}", f"{ours:,.1f} ms"]
+        for name in others:
+            time = record["ms"][name]
+            cells.append("–" if time is None else f"{time:,.1f} ms\n{time / ours:.2f}x")
+            if time is None and name in record["why"]:
+                notes[f"–  {name}: {record['why'][name]}"] = None
+        table.add_row(*cells)
+    table.caption = "\n".join(
+        ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits", *notes]
+    )
+    return table
+
+
+def comparison_tables(result: Record) -> list[Table]:
+    """For each training length a row a method: perplexity at every test length, and how far it is from the first."""
+    return [_comparison_table(result, length) for length in result["config"]["length"]]
+
+
+def _comparison_table(result: Record, trained: int) -> Table:
+    runs = [run for run in result["runs"] if run["length"] == trained]
+    methods = list(dict.fromkeys(run["position"] for run in runs))
+    lengths = [record["length"] for record in runs[0]["records"]]
+    table = new_table(
+        f"perplexity per token, trained at {trained:,}, tested at",
+        [
+            "method",
+            *(f"{length:,}" for length in lengths),
+            "tokens/s",
+            "memory",
+            "kept",
+        ],
+    )
+    notes = []
+    for method in methods:
+        same = [run for run in runs if run["position"] == method]
+        by_length = [[run["records"][place] for run in same] for place in range(len(lengths))]
+        base = mean_of(by_length[0], "perplexity")
+        cells = [method]
+        for place, records in enumerate(by_length):
+            value = mean_of(records, "perplexity")
+            change = percent(value / base - 1) if value and base and place else ""
+            cells.append(f"{number(value)}\n{change}")
+            if value is None and "skipped" in records[0] and (note := f"–  {records[0]['skipped']}") not in notes:
+                notes.append(note)
+        last = by_length[-1]
+        speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
+        kept = [mean_kept(record) for record in last if "kept" in record]
+        cells.append("–" if speed is None else f"{speed:,.0f}")
+        cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
+        cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
+        table.add_row(*cells)
+    seeds = len(result["config"]["seeds"])
+    last_column = f"percent: change from {lengths[0]:,}; speed, memory and keys kept at {lengths[-1]:,}"
+    table.caption = "\n".join(
+        [*_compared(runs), last_column, *([f"means of {seeds} seeds"] if seeds > 1 else []), *notes]
+    )
+    return table
+
+
+def _compared(runs: Sequence[Record]) -> list[str]:
+    training = runs[0]["training"]
+    done = [record for run in runs for record in run["records"] if "skipped" not in record]
+    rates = {run["position"]: run["lr"] for run in runs}
+    same = len(set(rates.values())) == 1
+    rate = f"learning rate {runs[0]['lr']:g}" if same else ", ".join(f"{name} {lr:g}" for name, lr in rates.items())
+    scored = [f"every figure is over the same {done[0]['scored_tokens']:,} tokens, each scored once"] if done else []
+    return [f"each trained on {training['tokens']:,} tokens, {rate}", *scored]
+
+
+def percent(change: float) -> str:
+    return f"{change:+.1%}" if abs(change) < 1 else f"{change:+,.0%}"
+
+
+def mean_of(records: Sequence[Record], name: str) -> float | None:
+    """Over seeds; None where one of them has no such figure."""
+    values = [record.get(name) for record in records]
+    if any(value is None for value in values):
+        return None
+    return float(sum(value for value in values if value is not None) / len(values))

@@ -1,0 +1,99 @@
+"""Train a language model with any position method, on a folder that prepare wrote.
+
+The run folder holds config.json, tokenizer.json and model.safetensors (trainshort.load reads them), train.json,
+metrics.jsonl and state/. Ctrl-C saves and stops; `--resume` goes on exactly where the last checkpoint was, with the
+settings of the run: it needs no other flag than --out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from trainshort.training.config import TrainConfig
+
+EXAMPLES = """
+  trainshort train --data data --position alibi --length 512 --out runs/alibi-512
+  trainshort train --out runs/alibi-512 --resume
+  trainshort train --data data --out runs/wide --d-model 256 --num-layers 6 --set activation=silu gated=true
+  trainshort train --data data --out runs/rope --position rotary --set position.base=500000
+  trainshort train --data data/wikitext --model paper-wikitext103 --batch-tokens 73728 --length 3072 \\
+      --accumulation 8 --steps 286000 --out runs/paper
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(TrainConfig):
+    """The fields of a TrainConfig, and which were given: a run that goes on takes the others from its folder."""
+
+    data: str = field(default="", metadata={"help": "the folder that prepare wrote (needed, but for --resume)"})
+    set: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "other fields of the model, and position.NAME for options of the position method",
+            "metavar": "NAME=VALUE",
+        },
+    )
+    resume: bool = field(default=False, metadata={"help": "go on with the run in the folder --out"})
+    given: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
+
+    def __post_init__(self) -> None:
+        """Nothing is checked before it is known what the run folder says."""
+
+    @classmethod
+    def from_flags(cls, **given: Any) -> Flags:
+        return cls(**given, given=given)
+
+    def config(self) -> TrainConfig:
+        known = {each.name for each in fields(TrainConfig)}
+        chosen = {name: value for name, value in self.given.items() if name in known}
+        model, position = _options(self.set)
+        if model:
+            chosen["model_options"] = model
+        if position:
+            chosen["position_options"] = position
+        if self.resume:
+            from trainshort.training.run import RunFolder
+
+            run = RunFolder(self.out)
+            if run.has_config or not self.data:
+                return replace(run.config(), **chosen)
+        if not self.data:
+            raise ValueError(
+                "train needs --data, the folder that prepare wrote: trainshort prepare book.txt --out data"
+            )
+        return TrainConfig(**chosen)
+
+
+def run(flags: Flags) -> int:
+    config = flags.config()
+    from trainshort.training.run import Interrupted
+    from trainshort.training.train import train
+
+    try:
+        folder = train(config, resume=flags.resume)
+    except Interrupted as interruption:
+        print(interruption, file=sys.stderr)
+        return interruption.status
+    print(f"{folder}: done")
+    return 0
+
+
+def _options(settings: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the model and of the position method, from texts such as gated=true."""
+    model: dict[str, Any] = {}
+    position: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set takes NAME=VALUE such as activation=silu, got {setting!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        into, name = (position, name.removeprefix("position.")) if name.startswith("position.") else (model, name)
+        into[name] = value
+    return model, position

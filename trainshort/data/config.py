@@ -1,0 +1,77 @@
+"""What to prepare: the sources, the tokenizer, and how much of it is kept for validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainshort.data.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(Settings):
+    """From text to tokens. Fields that are None follow from the others."""
+
+    sources: tuple[str, ...] = field(
+        default=("stdlib",),
+        metadata={
+            "help": "text files, folders, .jsonl, .parquet, .gz or .xz of them, hf:ORG/NAME/CONFIG, or stdlib: the "
+            "source of Python's standard library",
+            "positional": True,
+            "metavar": "SOURCE",
+        },
+    )
+    out: str = field(default="data", metadata={"help": "the folder to write", "metavar": "FOLDER"})
+    vocab: int | None = field(
+        default=None,
+        metadata={"help": "train a byte-level BPE tokenizer with this many tokens, instead of bytes", "least": 258},
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "a tokenizer.json to use, instead of bytes", "metavar": "PATH"}
+    )
+    end_token: str | None = field(
+        default=None,
+        metadata={"help": "the token that ends a document; found by its name in most tokenizer.json files"},
+    )
+    validation: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "sources of the validation text, instead of a part of the others", "metavar": "SOURCE"},
+    )
+    validation_fraction: float = field(
+        default=0.05, metadata={"help": "the part kept for validation: whole documents where there are enough"}
+    )
+    text_field: str = field(
+        default="text", metadata={"help": "the field or column that holds the text in jsonl, parquet and hf: sources"}
+    )
+    pattern: str | None = field(
+        default=None,
+        metadata={"help": "which files of a folder to read, such as '**/*.c'; by default those that look like text"},
+    )
+    document_start: str | None = field(
+        default=None,
+        metadata={"help": "a regular expression that matches the first line of each document inside a text file"},
+    )
+    errors: str = field(
+        default="strict",
+        metadata={"help": "what to do with bytes that are not UTF-8", "choices": ("strict", "replace")},
+    )
+    bpe_sample_mb: int = field(
+        default=64, metadata={"help": "how much text, spread over the sources, the BPE is trained on", "least": 1}
+    )
+    workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenize; by default one a core", "least": 1}
+    )
+    seed: int = field(default=0, metadata={"help": "chooses the validation documents", "least": 0})
+    overwrite: bool = field(default=False, metadata={"help": "replace what an earlier prepare left in the folder"})
+
+    def __post_init__(self) -> None:
+        self.check()
+        if not self.sources:
+            raise ValueError("prepare needs at least one source: a file, a folder, hf:NAME or stdlib")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction}")
+        if self.vocab is not None and self.tokenizer is not None:
+            raise ValueError(
+                f"vocab {self.vocab} trains a tokenizer, and tokenizer {self.tokenizer!r} is one: give one of the two"
+            )
+        if self.end_token is not None and self.tokenizer is None:
+            raise ValueError("end_token goes with a tokenizer.json: give tokenizer too, or leave it out")

@@ -1,0 +1,84 @@
+"""Files that are there whole or not at all: written beside their name, pushed to the disk, then moved into place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` at the end of the block, or disappears if the block fails."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        push_to_disk(partial)
+        os.replace(partial, path)
+        push_to_disk(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, values: Any) -> None:
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The dict in a file of ours; `what` says what the file belongs to, for the errors."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); {what}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds {type(values).__name__}, not a JSON object; {what}")
+    return values
+
+
+def push_to_disk(path: Path) -> None:
+    """Until the disk has it: a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_partials(folder: Path) -> None:
+    """What writers that were killed have left behind."""
+    for path in folder.glob(".*.partial"):
+        path.unlink(missing_ok=True)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk was full. Libraries in other languages say it in words only."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL
+    return "No space left on device" in str(error) or "os error 28" in str(error)
+
+
+def free_space(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MB free"

@@ -1,0 +1,83 @@
+"""What the configs of all commands have in common: strict types, strict names, and a way to JSON and back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any, Self
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'length'?`, or nothing where nothing is near."""
+    near = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class Settings:
+    """Mixed into a frozen dataclass: types are checked when it is made, unknown names are refused.
+
+    Fields are declared as int, float, bool, str, `... | None`, `tuple[str, ...]` or a Mapping. Metadata: `choices`
+    lists what is allowed, `least` the smallest allowed number.
+    """
+
+    def check(self) -> None:
+        """Call from __post_init__."""
+        for each in fields(self):  # type: ignore[arg-type]
+            declared, value = str(each.type), getattr(self, each.name)
+            kind = declared.removesuffix(" | None")
+            if value is None and kind != declared:
+                continue
+            if kind == "tuple[str, ...]":
+                if isinstance(value, str) or not isinstance(value, (tuple, list)):
+                    raise ValueError(f"{each.name} must be a list of texts, got {value!r}")
+                value = tuple(str(item) for item in value)
+                object.__setattr__(self, each.name, value)
+            elif kind == "str" and hasattr(value, "__fspath__"):
+                value = str(value)
+                object.__setattr__(self, each.name, value)
+            wanted = _KINDS.get(kind)
+            if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
+                raise ValueError(f"{each.name} must be {declared}, got {value!r}")
+            if kind == "float":
+                if not math.isfinite(value):
+                    raise ValueError(f"{each.name} must be finite, got {value!r}")
+                object.__setattr__(self, each.name, float(value))
+            self._check_metadata(each.name, value, each.metadata)
+
+    @staticmethod
+    def _check_metadata(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+        choices, least = metadata.get("choices"), metadata.get("least")
+        if choices is not None and value not in choices:
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}"
+            )
+        if least is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON would give it back."""
+        values = asdict(self)  # type: ignore[call-overload]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Strict: a field that does not exist is refused by name."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a {cls.__name__} is made of a dict of fields and values, got {values!r}")
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(json.loads(text))

@@ -1,0 +1,207 @@
+"""A model's perplexity at a list of lengths, with what it cost, on the same tokens at every length."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trainshort.evaluation.config import EvaluateConfig
+from trainshort.evaluation.kept import kept_keys
+from trainshort.evaluation.memory import peak_memory
+from trainshort.evaluation.records import Record, add_record, figures, fingerprint, position_edges
+from trainshort.evaluation.score import losses
+from trainshort.evaluation.windows import scored_span, windows
+from trainshort.models import LanguageModel, load
+
+Progress = Callable[[int, int, int], None]  # length, newly scored tokens, all that will be
+WARM_UP = 256  # tokens, before anything is timed
+
+
+class Data(Protocol):
+    """What evaluation needs of a prepared text: trainshort.data.TokenData is one."""
+
+    @property
+    def train(self) -> np.ndarray[Any, Any]: ...
+    @property
+    def validation(self) -> np.ndarray[Any, Any]: ...
+    def words_of(self, split: str, start: int, end: int) -> int: ...
+    def bytes_of(self, split: str, start: int, end: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokens of one split, and what is known of them."""
+
+    tokens: np.ndarray[Any, Any]
+    source: Data | None
+    split: str
+
+    @property
+    def identity(self) -> str | None:
+        """A name for exactly these data, where they have one."""
+        return getattr(self.source, "identity", None)
+
+    def counts(self, first: int, last: int) -> tuple[int | None, int | None]:
+        """Words and bytes of the tokens that the places [first, last) predict."""
+        if self.source is None:
+            return None, None
+        between = (self.split, first + 1, last + 1)
+        return self.source.words_of(*between), self.source.bytes_of(*between)
+
+
+def evaluate(
+    model: LanguageModel | str | Path,
+    data: Data | np.ndarray[Any, Any],
+    config: EvaluateConfig,
+    *,
+    on_scored: Progress | None = None,
+    on_record: Callable[[Record], None] | None = None,
+) -> list[Record]:
+    """One record for each length. With a run's folder, each is also put into its evaluation.json at once.
+
+    data: TokenData, or an array of tokens, of which words and bytes are then not known. on_scored and on_record
+    are told of progress.
+    """
+    if not config.lengths:
+        raise ValueError("lengths must name at least one length to evaluate at")
+    text = _text(data, config.split)
+    first, last = scored_span(len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead)
+    folder = None if isinstance(model, LanguageModel) else Path(model)
+    network = model if isinstance(model, LanguageModel) else _loaded(Path(model), config)
+    weights = None if folder is None else fingerprint(folder / "model.safetensors")
+    highest = int(np.asarray(text.tokens[first : last + 1]).max())
+    if highest >= network.config.vocab_size:
+        raise ValueError(
+            f"the data has token {highest}, the model's vocabulary ends at {network.config.vocab_size - 1}: "
+            "evaluate a model on data prepared with its own tokenizer"
+        )
+    training = network.training
+    network.eval()
+    records = []
+    try:
+        _warm_up(network, text, config)
+        for length in config.lengths:
+            record = _at_length(network, text, config, length, (first, last), on_scored)
+            if folder is not None and weights is not None:
+                add_record(folder, record, weights)
+            records.append(record)
+            if on_record is not None:
+                on_record(record)
+    finally:
+        network.train(training)
+    return records
+
+
+def device_for(name: str | None) -> torch.device:
+    """The device of that name, or the best there is."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: torch finds no GPU here; leave --device out, or use cpu")
+    return device
+
+
+def _loaded(folder: Path, config: EvaluateConfig) -> LanguageModel:
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    model = load(folder, dtype=dtype, device=device_for(config.device))
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"{folder} holds an encoder: perplexity needs a language model")
+    return model
+
+
+def _text(data: Data | np.ndarray[Any, Any], split: str) -> Text:
+    if isinstance(data, np.ndarray):
+        return Text(data, None, split)
+    return Text(data.validation if split == "validation" else data.train, data, split)
+
+
+def _warm_up(model: LanguageModel, text: Text, config: EvaluateConfig) -> None:
+    size = min([WARM_UP, len(text.tokens) - 1, model.position.max_length or WARM_UP])
+    list(losses(model, text.tokens, windows(0, size, size, size), chunk=config.chunk, batch_tokens=size))
+
+
+def _at_length(
+    model: LanguageModel,
+    text: Text,
+    config: EvaluateConfig,
+    length: int,
+    span: tuple[int, int],
+    on_scored: Progress | None,
+) -> Record:
+    first, last = span
+    stride = config.stride_of(length)
+    record: Record = {
+        "length": length,
+        "mode": config.mode,
+        "stride": stride,
+        "split": config.split,
+        "first_token": first + 1,
+        "end_token": last + 1,
+        "data": text.identity,
+    }
+    limit = model.position.max_length
+    if limit is not None and length > limit:
+        reason = f"{model.config.position} positions end at {limit} tokens: there is nothing beyond to evaluate"
+        return record | {"skipped": reason}
+    device = model.trunk.embedding.weight.device
+    sums, counts = np.zeros(length), np.zeros(length, dtype=np.int64)
+    fed = 0
+    begin = time.perf_counter()
+    with peak_memory(device) as peak:
+        for window, found in losses(
+            model,
+            text.tokens,
+            windows(first, last, length, stride),
+            chunk=config.chunk,
+            batch_tokens=config.batch_tokens,
+            on_scored=None if on_scored is None else lambda count: on_scored(length, count, last - first),
+        ):
+            here = slice(window.skipped, window.size)
+            sums[here] += found.double().sum(0).cpu().numpy()
+            counts[here] += len(found)
+            fed += len(found) * window.size
+    seconds = time.perf_counter() - begin
+    scored = int(counts.sum())
+    assert scored == last - first, "every token is scored exactly once"
+    total = math.fsum(sums)
+    if not math.isfinite(total):
+        return record | {"skipped": "the losses are not finite: the model has diverged"}
+    record |= figures(total, scored, *text.counts(first, last))
+    record["loss_by_position"] = _binned(sums, counts, length)
+    record |= {
+        "seconds": round(seconds, 4),
+        "fed_tokens": fed,
+        "tokens_per_second": round(scored / seconds, 1),
+        "peak_memory_bytes": peak.bytes,
+        "device": str(device),
+        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+    if config.kept:
+        start = max(0, first) if first + length <= last else max(0, last - length)
+        sample = torch.from_numpy(np.asarray(text.tokens[start : start + length]).astype(np.int64))[None].to(device)
+        if (kept := kept_keys(model, sample, config.chunk)) is not None:
+            record |= kept
+    return record
+
+
+def _binned(sums: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], length: int) -> dict[str, Sequence[float]]:
+    """Sums of losses and counts between edges: bins that scored nothing stay, with count 0."""
+    edges = position_edges(length)
+    inner = edges[:-1]
+    return {
+        "edges": edges,
+        "nll_sum": [float(value) for value in np.add.reduceat(sums, inner)],
+        "count": [int(value) for value in np.add.reduceat(counts, inner)],
+    }

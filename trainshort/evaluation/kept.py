@@ -1,0 +1,83 @@
+"""How much of a long text certified windows keep, and how far each head reaches, by layer and head.
+
+Measured on the queries and keys of the model itself, at the place where every position method sees them, chunk by
+chunk as evaluation runs: these are the very blocks of keys that attention visits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.attention import certified_windows
+from trainshort.attention.bias import LinearBias
+from trainshort.evaluation.config import BLOCK
+from trainshort.models.language_model import LanguageModel
+
+
+@torch.inference_mode()
+def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any] | None:
+    """Over the text tokens [1, T], or None where no key can be skipped because the bias is no penalty on distance.
+
+    kept: the fraction of visible key blocks that are visited, [layers][heads]. reach, farthest: tokens from the
+    last query of a block back to the first key it visits, on average and at most.
+    """
+    bias = model.position.bias()
+    if not isinstance(bias, LinearBias):
+        return None
+    layers, heads = model.config.num_layers, model.config.num_heads
+    visited, reach, farthest = (torch.zeros(layers, heads, dtype=torch.float64) for _ in range(3))
+    visible = blocks = 0
+    cache = model.make_cache(1, tokens.shape[1])
+    for start in range(0, tokens.shape[1], chunk):
+        part = tokens[:, start : start + chunk]
+        with _queries(model) as queries:
+            model.trunk(part, cache=cache)
+        end = start + part.shape[1]
+        last = torch.arange(start, end, BLOCK).add(BLOCK).clamp(max=end)  # one past the last query of each block
+        visible += int((-(-last // BLOCK)).sum())
+        blocks += len(last)
+        for layer, q in enumerate(queries):
+            found = certified_windows(
+                q,
+                cache.keys[layer][:, :, :end],
+                bias=bias,
+                scale=model.config.score_scale,
+                key_norms=cache.norms[layer][:, :, : -(-end // BLOCK)],
+            )[0].cpu()  # [heads, blocks, 2]
+            visited[layer] += (found[..., 1] - found[..., 0]).sum(-1)
+            back = (last - found[..., 0] * BLOCK).double()
+            reach[layer] += back.sum(-1)
+            farthest[layer] = torch.maximum(farthest[layer], back.amax(-1))
+    return {
+        "kept": _table(visited / visible),
+        "reach": _table(reach / blocks),
+        "farthest": _table(farthest),
+    }
+
+
+@contextlib.contextmanager
+def _queries(model: LanguageModel) -> Iterator[list[Tensor]]:
+    """Collects the queries [B, H, T, D] of each layer, in order, as they come out of the position method."""
+    seen: list[Tensor] = []
+    position = model.position
+    rotate = position.rotate
+
+    def watched(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = rotate(q, k, positions)
+        seen.append(q)
+        return q, k
+
+    position.__dict__["rotate"] = watched  # before the method of the class
+    try:
+        yield seen
+    finally:
+        del position.__dict__["rotate"]
+
+
+def _table(values: Tensor) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in values.tolist()]

@@ -1,0 +1,80 @@
+"""evaluation.json: one record per length, mode and stride, each written whole or not at all.
+
+Records belong to the weights they were measured with: when a run has been trained further, its old ones go.
+Perplexity is always a sum of losses over a count. This file reads and writes without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from trainshort.data.files import read_json, sha256, write_json
+
+FORMAT, VERSION = "trainshort evaluation", 1
+NAME = "evaluation.json"
+
+Record = dict[str, Any]
+
+
+def key_of(record: Record) -> tuple[int, str, int]:
+    """What tells records of one run apart."""
+    return record["length"], record["mode"], record["stride"]
+
+
+def add_record(folder: Path, record: Record, model: str) -> None:
+    """Put a record into the folder's file, in place of one for the same length, mode and stride."""
+    kept = {key_of(each): each for each in read_records(folder, model)}
+    kept[key_of(record)] = record
+    ordered = sorted(kept.values(), key=lambda each: (each["mode"], each["length"], each["stride"]))
+    write_json(folder / NAME, {"format": FORMAT, "version": VERSION, "model": model, "records": ordered})
+
+
+def read_records(folder: Path, model: str | None = None) -> list[Record]:
+    """All records of a run; with `model`, the fingerprint of its weights, only if they were measured with it."""
+    path = folder / NAME
+    if not path.exists():
+        return []
+    content = read_json(path, "remove it and evaluate again")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise ValueError(f"{path}: not an evaluation this trainshort reads; remove it and evaluate again")
+    if model is not None and content.get("model") != model:
+        return []
+    records: list[Record] = content["records"]
+    return records
+
+
+def fingerprint(path: Path) -> str:
+    """Of a file's content, short."""
+    return sha256(path)[:16]
+
+
+def figures(nll_sum: float, tokens: int, words: int | None, size: int | None) -> Record:
+    """Perplexity per token and word, and bits per byte; None where the text's words and bytes are not known."""
+    return {
+        "nll_sum": nll_sum,
+        "scored_tokens": tokens,
+        "words": words,
+        "bytes": size,
+        "perplexity": _exp(nll_sum / tokens),
+        "perplexity_per_word": _exp(nll_sum / words) if words else None,
+        "bits_per_byte": nll_sum / math.log(2) / size if size else None,
+    }
+
+
+def _exp(value: float) -> float | None:
+    """None instead of an infinity that JSON does not know."""
+    return math.exp(value) if value < 700 else None
+
+
+def position_edges(length: int) -> list[int]:
+    """Borders of bins over the places of a window: two an octave, so that the early places stand apart."""
+    edges = [0]
+    step = 0
+    while edges[-1] < length:
+        edge = min(length, round(2 ** (step / 2)))
+        if edge > edges[-1]:
+            edges.append(edge)
+        step += 1
+    return edges

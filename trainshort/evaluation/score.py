@@ -1,0 +1,80 @@
+"""The loss of every scored token: short windows in batches, long ones in chunks through the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainshort.evaluation.windows import Window
+from trainshort.models.language_model import LanguageModel
+
+LOGITS_AT_ONCE = 2**24  # elements
+
+
+@torch.inference_mode()
+def losses(
+    model: LanguageModel,
+    tokens: np.ndarray[Any, Any],
+    windows: Iterable[Window],
+    *,
+    chunk: int,
+    batch_tokens: int,
+    on_scored: Callable[[int], None] | None = None,
+) -> Iterator[tuple[Window, Tensor]]:
+    """For each batch of windows of one shape its first window, and the losses [B, scored places], float32."""
+    device = model.trunk.embedding.weight.device
+    for batch in batches(windows, batch_tokens):
+        first = batch[0]
+        rows = np.stack([np.asarray(tokens[each.start : each.end + 1]) for each in batch]).astype(np.int64)
+        found = _window_losses(model, torch.from_numpy(rows).to(device), first.skipped, chunk, on_scored)
+        yield first, found
+
+
+def batches(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Neighbours of one shape together, as many as batch_tokens allow."""
+    batch: list[Window] = []
+    for window in windows:
+        alike = batch and (window.size, window.skipped) == (batch[0].size, batch[0].skipped)
+        if batch and not (alike and (len(batch) + 1) * window.size <= batch_tokens):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _window_losses(
+    model: LanguageModel, rows: Tensor, skipped: int, chunk: int, on_scored: Callable[[int], None] | None
+) -> Tensor:
+    """rows: int64 [B, size + 1], the inputs and, one further, their targets."""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    batch, size = inputs.shape
+    cache = model.make_cache(batch, size) if size > chunk else None
+    parts = []
+    for start in range(0, size, chunk):
+        hidden = model.trunk(inputs[:, start : start + chunk], cache=cache)  # [B, part, d_model]
+        context = min(max(skipped - start, 0), hidden.shape[1])  # places of this part that are not scored
+        hidden, goal = hidden[:, context:], targets[:, start : start + chunk][:, context:]
+        parts.append(_cross_entropy(model, hidden, goal))
+        if on_scored is not None and goal.numel():
+            on_scored(goal.numel())
+    return torch.cat(parts, dim=1)
+
+
+def _cross_entropy(model: LanguageModel, hidden: Tensor, goal: Tensor) -> Tensor:
+    """Losses [B, T], never holding the logits of more tokens than fit."""
+    step = max(1, LOGITS_AT_ONCE // (model.config.vocab_size * max(1, goal.shape[0])))
+    found = goal.new_zeros(goal.shape, dtype=torch.float32)
+    for start in range(0, goal.shape[1], step):
+        here = slice(start, start + step)
+        logits = model.head(hidden[:, here])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        found[:, here] = F.cross_entropy(logits.flatten(0, 1), goal[:, here].flatten(), reduction="none").view(
+            goal[:, here].shape
+        )
+    return found

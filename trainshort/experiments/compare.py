@@ -1,0 +1,151 @@
+"""Methods x lengths x seeds: each run in its own folder, what is done already is not done again.
+
+Leaves the runs, each with its evaluation.json, and comparison.json, which names them all with their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import trainshort
+from trainshort.data import PrepareConfig, TokenData
+from trainshort.data.files import write_json
+from trainshort.data.prepare import prepare
+from trainshort.evaluation.config import EvaluateConfig
+from trainshort.evaluation.evaluate import Progress, evaluate
+from trainshort.evaluation.records import Record, fingerprint, read_records
+from trainshort.evaluation.windows import scored_span
+from trainshort.experiments.config import CompareConfig
+from trainshort.experiments.parallel import train_all
+from trainshort.positions import plain_options
+from trainshort.training import RunFolder, TrainConfig
+from trainshort.training.train import train
+
+FORMAT, VERSION = "trainshort comparison", 1
+NAME = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Told what happens; everything is optional."""
+
+    say: Callable[[str], None] = lambda text: None
+    testing: Callable[[int], AbstractContextManager[Progress | None]] = lambda lengths: nullcontext(None)
+    progress: bool = False  # show the bars of preparing and training
+
+
+def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Train and test everything that is not there yet; returns what comparison.json holds."""
+    watcher = watcher or Watcher()
+    for position in config.positions:
+        plain_options(position, {})  # refuses unknown names before any work is done
+    out = Path(config.out)
+    data = _data(config, watcher)
+    _check_tests(config, data)
+    planned = [
+        (position, length, seed, config.training(str(data.folder), position, length, seed))
+        for position, length, seed in config.runs()
+    ]
+    for *_, training in planned:
+        _refuse_another_run(training, data)
+    new = {training.out: training for *_, training in planned if not RunFolder(training.out).finished}
+    if config.jobs > 1 and len(new) > 1:
+        watcher.say(f"training {len(new)} runs, {config.jobs} at once")
+        train_all(list(new.values()), config.jobs, watcher.say)
+    runs: list[dict[str, Any]] = []
+    for number, (position, length, seed, training) in enumerate(planned, 1):
+        head = f"[{number}/{len(planned)}] {Path(training.out).name}"
+        summary = _trained(training, training.out in new, head, watcher)
+        records = _tested(training, config.evaluation(length), data, head, watcher)
+        folder = Path(training.out).name
+        runs.append(
+            {"folder": folder, "position": position, "length": length, "seed": seed, "lr": training.lr}
+            | {"training": summary, "records": records}
+        )
+        write_json(out / NAME, _result(config, data, runs))
+    return _result(config, data, runs)
+
+
+def _data(config: CompareConfig, watcher: Watcher) -> TokenData:
+    if config.data is not None:
+        return TokenData(config.data)
+    folder = Path(config.out) / "data"
+    if not (folder / "meta.json").exists():
+        watcher.say("preparing the source of Python's standard library")
+        prepare(PrepareConfig(sources=("stdlib",), out=str(folder)), progress=watcher.progress)
+    return TokenData(folder)
+
+
+def _check_tests(config: CompareConfig, data: TokenData) -> None:
+    """Refuse lengths that the validation text cannot fill, before hours of training."""
+    for length in config.length:
+        scored_span(len(data.validation), config.lengths_for(length), limit=config.test_tokens)
+
+
+def _refuse_another_run(training: TrainConfig, data: TokenData) -> None:
+    run = RunFolder(training.out)
+    if not run.has_config:
+        return
+    changed = run.config().differences(training)
+    if run.has_checkpoint and run.state()["data"]["identity"] != data.identity:
+        changed.append("it was trained on other data")
+    if changed:
+        raise ValueError(
+            f"{training.out} holds another run ({'; '.join(changed)}): choose another folder with --out, or remove it"
+        )
+
+
+def _trained(training: TrainConfig, new: bool, head: str, watcher: Watcher) -> dict[str, Any]:
+    """Train the run unless it is done; what it took."""
+    run = RunFolder(training.out)
+    if not run.finished:
+        watcher.say(f"{head}: training")
+        train(training, progress=watcher.progress, resume=True)
+    state = run.state()
+    seconds, tokens = float(state["seconds"]), training.steps * training.batch_tokens
+    speed = tokens / seconds if seconds else 0.0
+    how = f"trained in {seconds:,.0f} s" if new else "trained already"
+    watcher.say(f"{head}: {how}, {tokens:,} tokens, {speed:,.0f} a second")
+    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": round(speed, 1)} | state["environment"]
+
+
+def _tested(
+    training: TrainConfig, config: EvaluateConfig, data: TokenData, head: str, watcher: Watcher
+) -> list[Record]:
+    """Evaluate the run at the lengths whose records are not there yet; all of its records for this test."""
+    folder = Path(training.out)
+    first, last = scored_span(len(data.validation), config.lengths, limit=config.tokens, lead=config.lead)
+
+    def wanted() -> dict[int, Record]:
+        return {
+            record["length"]: record
+            for record in read_records(folder, fingerprint(folder / "model.safetensors"))
+            if (record["mode"], record["stride"]) == (config.mode, config.stride_of(record["length"]))
+            and (record["first_token"], record["end_token"]) == (first + 1, last + 1)
+            and (record["split"], record["data"]) == (config.split, data.identity)
+            and record["length"] in config.lengths
+        }
+
+    missing = tuple(length for length in config.lengths if length not in wanted())
+    if missing:
+        watcher.say(f"{head}: testing at {', '.join(f'{length:,}' for length in missing)}")
+        with watcher.testing(len(missing)) as on_scored:
+            evaluate(folder, data, replace(config, lengths=missing, tokens=last - first), on_scored=on_scored)
+    found = wanted()
+    return [found[length] for length in config.lengths]
+
+
+def _result(config: CompareConfig, data: TokenData, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    about = {"folder": str(data.folder), "identity": data.identity, "sources": data.meta["config"]["sources"]}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "trainshort": trainshort.__version__,
+        "config": config.to_dict(),
+        "data": about | {"tokenizer": data.meta["tokenizer"], "splits": data.meta["splits"]},
+        "runs": runs,
+    }

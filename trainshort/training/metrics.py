@@ -1,0 +1,64 @@
+"""metrics.jsonl: a line for each logged step, each whole, and none from beyond the checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from trainshort.data.files import write_text
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, or of the one in a run folder; a last line that was cut is left out."""
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            row = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+class Metrics:
+    """Appends to metrics.jsonl and, if asked, to TensorBoard's event files."""
+
+    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
+        """after_step: the step that the run goes on from. Later lines are from a future that did not happen."""
+        self.events = _events(folder, after_step) if tensorboard else None
+        self.path = folder / "metrics.jsonl"
+        kept = (
+            [row for row in read_metrics(self.path) if row.get("step", 0) <= after_step] if self.path.exists() else []
+        )
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file: IO[str] = self.path.open("a", encoding="utf-8")
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.events is not None:
+            for name, value in row.items():
+                if name != "step":
+                    self.events.add_scalar(name, value, row["step"])
+
+    def push_to_disk(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
+
+
+def _events(folder: Path, after_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RuntimeError("tensorboard=True needs the package tensorboard: pip install tensorboard") from error
+    return SummaryWriter(folder / "tensorboard", purge_step=after_step + 1)

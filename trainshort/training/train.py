@@ -1,0 +1,272 @@
+"""The training loop: from a TrainConfig to a run folder.
+
+Exact: the tokens of a step and its learning rate are functions of the config and the step alone; everything else that
+a step depends on (weights, optimizer state, random numbers) is in the checkpoint. So a run that was interrupted, at
+whatever moment, goes on to the same losses and tensors, bit for bit on a CPU with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.data.dataset import TokenData
+from trainshort.data.files import is_full
+from trainshort.models import LanguageModel, ModelConfig, save
+from trainshort.models.checkpoints.native import fill
+from trainshort.training.batches import Batch, Batches
+from trainshort.training.config import TrainConfig
+from trainshort.training.metrics import Metrics
+from trainshort.training.optimizer import Optimizer, learning_rate
+from trainshort.training.progress import TrainProgress
+from trainshort.training.run import Interrupted, RunFolder, Saved
+from trainshort.training.stopping import StopSignals
+
+VERIFIED_AT_START = 2**32  # bytes: larger data is only read in full where it seems to have changed
+RANDOM = "random."
+
+
+def train(
+    config: TrainConfig, *, progress: bool = True, stop: Callable[[], bool] | None = None, resume: bool = False
+) -> Path:
+    """Train, and return the run folder.
+
+    resume: go on from the checkpoint in config.out, or start where there is none; a run that is done stays as it is.
+    stop: asked after each step. If it says True, and on Ctrl-C and SIGTERM, the run is saved; it raises Interrupted.
+    """
+    run = RunFolder(config.out)
+    if not resume and run.has_checkpoint:
+        raise FileExistsError(
+            f"{run} holds a run already (step {run.step} of {run.config().steps}): go on with it with resume "
+            "(--resume), or choose another folder with out (--out)"
+        )
+    started = run.started_with() if resume else None
+    if started is not None and (changed := started.differences(config)):
+        raise ValueError(
+            f"{run} was started with another config: {'; '.join(changed)}. Go on without that, or start another run"
+        )
+    with run.locked(), StopSignals() as signals:
+        device = _device(config.device)
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            trainer = _Trainer(config, run, device)
+            return trainer.train(progress, lambda: signals.received or _asked(stop))
+
+
+class _Trainer:
+    def __init__(self, config: TrainConfig, run: RunFolder, device: torch.device) -> None:
+        self.config, self.run, self.device = config, run, device
+        self.data = TokenData(config.data)
+        saved = run.load() if run.has_checkpoint else None
+        self.data_files = self._check_data(saved)
+        apart = config.packing == "documents"
+        self.batches = Batches(
+            self.data.train,
+            config.length,
+            seed=config.seed,
+            borders=self.data.borders_of("train") if apart else None,
+            end_id=self.data.end_id if apart else None,
+        )
+        torch.manual_seed(config.seed)
+        self.model = LanguageModel(ModelConfig.from_dict(config.model_fields(self.data.vocab_size)))
+        self.model.tokenizer = self.data.tokenizer
+        self.model.to(device)
+        self.optimizer = Optimizer(self.model, config)
+        self.step, self.seconds, self.note = 0, 0.0, ""
+        if saved is None:
+            self._start()
+        else:
+            self._go_on(saved)
+        self.saved_step = self.step
+        self.began = time.monotonic() - self.seconds
+        compiled = config.compile if config.compile is not None else device.type == "cuda"
+        self.loss = torch.compile(self.model.loss) if compiled else self.model.loss
+
+    def train(self, progress: bool, asked_to_stop: Callable[[], int | None]) -> Path:
+        config = self.config
+        title = f"{config.position} {config.length}"
+        bar = TrainProgress(
+            title, steps=config.steps, start=self.step, tokens_a_step=config.batch_tokens, show=progress
+        )
+        metrics = Metrics(self.run.folder, after_step=self.step, tensorboard=config.tensorboard)
+        with contextlib.closing(metrics), bar:
+            if self.note:
+                bar.note(self.note)
+            try:
+                while self.step < config.steps:
+                    self._one_step(metrics, bar)
+                    number = asked_to_stop()
+                    last = self.step == config.steps
+                    if last or (config.eval_every and self.step % config.eval_every == 0):
+                        self._validate(metrics)
+                    if last or number or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                        metrics.push_to_disk()
+                        self._save()
+                    if number and not last:
+                        raise Interrupted(self.run.folder, self.step, config.steps, number)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                raise RuntimeError(
+                    f"{self.run}: no space left on the disk; the checkpoint of step {self.saved_step} is whole: free "
+                    "some space and go on with --resume"
+                ) from error
+        return self.run.folder
+
+    def _one_step(self, metrics: Metrics, bar: TrainProgress) -> None:
+        config, step = self.config, self.step + 1
+        self.model.train()
+        starts = self.batches.starts(self.step * config.sequences, config.sequences)
+        rows = config.sequences // config.accumulation
+        parts = [self.batches.batch(starts[at : at + rows]) for at in range(0, len(starts), rows)]
+        count = max(1, sum(part.count for part in parts))
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            loss = self._sum(part) / count
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)
+        lr = learning_rate(config, step)
+        watched = step % config.log_every == 0 or step == config.steps
+        if watched or (config.checkpoint_every and step % config.checkpoint_every == 0):
+            self._check_finite(step, float(total), float(norm))
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        self.step = step
+        if watched:
+            seconds = time.monotonic() - self.began
+            row = {"step": step, "loss": float(total), "lr": lr, "gradient_norm": float(norm)}
+            metrics.add({**row, "tokens": step * config.batch_tokens, "seconds": round(seconds, 3)})
+            bar.update(step, row["loss"])
+
+    def _sum(self, part: Batch) -> Tensor:
+        part = part.to(self.device)
+        half = self.config.dtype == "bfloat16" or (self.config.dtype == "auto" and self.device.type == "cuda")
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
+            return self.loss(part.inputs, part.targets, cu_seqlens=part.cu_seqlens, reduction="sum")
+
+    def _check_finite(self, step: int, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        raise RuntimeError(
+            f"{self.run}: at step {step} the loss is {loss} and the gradient norm {norm}: the learning rate "
+            f"{self.config.lr} is too high, or the warm-up short. The checkpoint of step {self.saved_step} is whole"
+        )
+
+    @torch.no_grad()
+    def _validate(self, metrics: Metrics) -> None:
+        """The loss of the first validation tokens, in windows of the training length."""
+        config, tokens = self.config, self.data.validation
+        windows = min(config.eval_tokens, len(tokens) - 1) // config.length
+        if windows < 1:
+            return
+        apart = config.packing == "documents"
+        batches = Batches(
+            tokens,
+            config.length,
+            borders=self.data.borders_of("validation") if apart else None,
+            end_id=self.data.end_id if apart else None,
+        )
+        rows = config.sequences // config.accumulation
+        starts = [window * config.length for window in range(windows)]
+        self.model.eval()
+        total, count = 0.0, 0
+        for at in range(0, windows, rows):
+            part = batches.batch(starts[at : at + rows])
+            total += float(self._sum(part))
+            count += part.count
+        seconds = time.monotonic() - self.began
+        row = {"step": self.step, "validation_loss": total / max(1, count), "validation_tokens": count}
+        metrics.add({**row, "tokens": self.step * config.batch_tokens, "seconds": round(seconds, 3)})
+
+    def _start(self) -> None:
+        self.run.write_config(self.config)
+        save(self.model, self.run.folder)
+        self._save()  # so that there is something to go on from at every moment, and a full disk shows at once
+
+    def _go_on(self, saved: Saved) -> None:
+        self.step, self.seconds = saved.step, float(saved.state["seconds"])
+        if (before := saved.state["environment"]) != (now := self._environment()):
+            changes = (
+                f"{name} was {before.get(name)}, is {now[name]} now" for name in now if before.get(name) != now[name]
+            )
+            self.note = f"{self.run}: {'; '.join(changes)}: losses may differ in their last digits"
+        fill(self.model, saved.model)
+        random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
+        state = {name: value for name, value in saved.optimizer.items() if name not in random}
+        self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
+        torch.set_rng_state(random[f"{RANDOM}cpu"])
+        if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
+            torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        self.run.write_config(self.config)  # paths and cadences may have changed
+        self.run.publish()
+
+    def _save(self) -> None:
+        if self.run.has_checkpoint and self.run.step == self.step:
+            return
+        random = {f"{RANDOM}cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "step": self.step,
+            "finished": self.step == self.config.steps,
+            "sequences": self.step * self.config.sequences,
+            "seconds": 0.0 if self.step == 0 else round(time.monotonic() - self.began, 3),
+            "config": self.config.to_dict(),
+            "data": {"identity": self.data.identity, "files": self.data_files},
+            "environment": self._environment(),
+        }
+        self.run.save(state, _tensors(self.model), {**self.optimizer.state(), **random})
+        self.saved_step = self.step
+
+    def _environment(self) -> dict[str, Any]:
+        """What the last digits depend on."""
+        return {"torch": torch.__version__, "device": str(self.device), "threads": torch.get_num_threads()}
+
+    def _check_data(self, saved: Saved | None) -> dict[str, list[int]]:
+        """Refuse other data than the run was started with. Sizes and times of its files, if nothing is wrong."""
+        now = {}
+        for name in self.data.meta["hashes"]:
+            about = (self.data.folder / name).stat()
+            now[name] = [about.st_size, about.st_mtime_ns]
+        before: dict[str, Any] = saved.state["data"] if saved is not None else {}
+        if saved is not None and before["identity"] != self.data.identity:
+            raise ValueError(
+                f"{self.data.folder} is not the data that {self.run} was started with: it was prepared again, or is "
+                "another folder. Go on with the old data, or start another run"
+            )
+        small = sum(size for size, _ in now.values()) <= VERIFIED_AT_START
+        if small if saved is None else before["files"] != now:
+            self.data.verify()
+        return now
+
+
+def _asked(stop: Callable[[], bool] | None) -> int | None:
+    return signal.SIGINT if stop is not None and stop() else None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device must be auto, cpu, or one that torch finds here; got {name!r} ({error})") from error
+    return device
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Weights by name on the CPU, each tensor once, however often it is used."""
+    stored: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored.setdefault(id(tensor), (name, tensor))
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored.values()}
