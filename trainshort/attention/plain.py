@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainshort.attention.problem import Problem
+
+# On a GPU, the first of these that can: torch's own order has the second first, which is slower on Hopper.
+FASTEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def fits(problem: Problem) -> bool:
     """Whether scaled_dot_product_attention computes this problem, in linear memory."""
-    if problem.bias is not None or problem.q.shape[1] != problem.k.shape[1]:
+    if problem.bias is not None or (problem.q.shape[1] != problem.k.shape[1] and not problem.q.is_cuda):
         return False
     if problem.key_padding_mask is not None or problem.cu_seqlens is not None or problem.k.shape[2] == 0:
         return False
@@ -27,6 +37,13 @@ def _causal(problem: Problem) -> bool:
 
 
 def attend(problem: Problem) -> Tensor:
+    q, k, v = problem.q, problem.k, problem.v
+    grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda and q.element_size() == 2 and not torch.compiler.is_compiling():
+        with sdpa_kernel(FASTEST, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=_causal(problem), scale=problem.scale, enable_gqa=grouped
+            )
     return F.scaled_dot_product_attention(
-        problem.q, problem.k, problem.v, is_causal=_causal(problem), scale=problem.scale
+        q, k, v, is_causal=_causal(problem), scale=problem.scale, enable_gqa=grouped
     )
