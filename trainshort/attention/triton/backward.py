@@ -104,7 +104,7 @@ def query_kernel(
     h = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:
         h = tl.load(ORDER + h)
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, RAGGED, PACKED)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     row = block * ROWS + part * BM % ROWS
     if row >= nq:
         return
@@ -231,9 +231,9 @@ def key_kernel(
     part = tl.program_id(0)
     b = tl.program_id(1)
     hk = tl.num_programs(2) - 1 - tl.program_id(2)
-    if ORDERED:
-        hk = tl.load(ORDER + hk * group) // group
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BN // ROWS, Tq, Tk, start, RAGGED, PACKED)
+    if ORDERED:  # where every head has keys of its own
+        hk = tl.load(ORDER + hk)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BN // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     key = block * ROWS + part * BN % ROWS
     if key >= nk:
         return

@@ -108,7 +108,7 @@ def forward_kernel(
     h = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:
         h = tl.load(ORDER + h)
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, RAGGED, PACKED)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     row = block * ROWS + part * BM % ROWS
     if row >= nq:
         return

@@ -157,14 +157,15 @@ def find_windows(call: Call) -> Tensor:
     scale, ragged = float(problem.scale), plan.ragged and not plan.packed
     plan.launch(
         "sample", window_kernels.sample_kernel, (sequences, kv_heads, 1), (),
-        (q, k, center, common, reach, call.sequences), (scale,),
+        (q, k, center, common, reach, call.sequences), (call.start, scale),
         lambda: (*_strides(q), *_strides(k), heads, kv_heads, plan.group, plan.queries, plan.keys),
-        lambda: {"D": dim, "BD": plan.block_dim, "RAGGED": ragged, "PACKED": plan.packed, "num_warps": 4},
+        lambda: plan.constants(num_warps=4),
     )  # fmt: skip
     plan.launch(
         "bounds", window_kernels.bounds_kernel, (entries, batch, kv_heads), (plan.readable(k, ROWS),),
-        (call.slopes, call.futures, center, reach, norm, pasts, aheads, means, call.sequences, call.blocks), (),
-        lambda: (*_strides(k), call.stride_slope, heads, kv_heads, plan.group, plan.keys, entries),
+        (call.slopes, call.futures, center, reach, norm, pasts, aheads, means, call.sequences, call.blocks),
+        (call.start,),
+        lambda: (*_strides(k), call.stride_slope, heads, kv_heads, plan.group, plan.queries, plan.keys, entries),
         lambda: plan.constants(
             PRECISION=plan.precision, TMA=plan.tma, RUN_ROWS=RUNS_OF_A_BLOCK, num_warps=4),
     )  # fmt: skip
@@ -261,7 +262,7 @@ def backward(
     plan = call.plan
     dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
     empty = call.q.numel() == 0 or plan.keys == 0
-    if empty or plan.ragged:  # padding and what lies between documents
+    if empty or plan.ragged or plan.tail:  # padding, what lies between documents, the end of a cache
         for gradient in (dq, dk, dv):
             gradient.zero_()
     buckets = problem.bias.table.shape[0] if isinstance(problem.bias, BucketBias) else 1
@@ -311,7 +312,7 @@ def _run_backward(
         numbers,
         lambda: (*_strides(q), *_strides(k), *_strides(v), *_strides(grad), *_strides(dk), *_strides(dv),
                  call.stride_slope, plan.width, *sizes),
-        lambda: plan.attention_constants(other),
+        lambda: plan.attention_constants(other) | {"ORDERED": plan.order is not None and plan.group == 1},
     )  # fmt: skip
 
 

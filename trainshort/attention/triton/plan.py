@@ -42,6 +42,7 @@ class Plan:
         self.causal = problem.causal
         self.packed = problem.cu_seqlens is not None
         self.ragged = self.packed or problem.key_padding_mask is not None or isinstance(problem.start, Tensor)
+        self.tail = has_tail(problem)
         self.linear = isinstance(bias, LinearBias)
         self.bucket = isinstance(bias, BucketBias)
         self.offset = float(bias.offset) if isinstance(bias, LinearBias) else 0.0
@@ -51,7 +52,8 @@ class Plan:
         self.units = self.entries * (ROWS // UNIT)
         self.key_units = self.key_entries * (ROWS // UNIT)
         self.width = window_width(q, k, self.linear, problem.cu_seqlens, problem.causal, problem.tolerance)
-        self.tma = aligned and q.element_size() == 2 and not self.ragged and (is_hopper(q.device) or interpreted())
+        described = aligned and q.element_size() == 2 and not self.ragged and not self.tail
+        self.tma = described and (is_hopper(q.device) or interpreted())
         self.precision = "ieee"
         if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             self.precision = "tf32"
@@ -153,7 +155,8 @@ def plan_for(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor)
     bias = problem.bias
     described: tuple[Any, ...] = ()
     if isinstance(bias, LinearBias):
-        described = (bias.slopes.dim(), bias.future is not None, bias.offset, bias.sees)
+        ahead = None if bias.future is None else bias.future.dim()
+        described = (bias.slopes.dim(), ahead, bias.offset, bias.sees)
     elif isinstance(bias, BucketBias):
         described = (bias.table.shape, bias.max_distance)
     layouts = [(tensor.shape, tensor.stride(), tensor.data_ptr() % 16) for tensor in (q, k, v, *others)]
@@ -166,6 +169,7 @@ def plan_for(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor)
         problem.tolerance > 0.0,
         problem.key_padding_mask is not None,
         isinstance(problem.query_start, Tensor),
+        has_tail(problem),
         None if problem.cu_seqlens is None else problem.cu_seqlens.shape,
         torch.backends.cuda.matmul.allow_tf32,
     )
@@ -176,6 +180,12 @@ def plan_for(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *others: Tensor)
         aligned = all(_can_describe(tensor) for tensor in (q, k, v, *others))
         plan = _plans[key] = Plan(problem, q, k, v, aligned)
     return plan
+
+
+def has_tail(problem: Problem) -> bool:
+    """Whether there are keys after the last query that nobody may look at, not even to multiply them by zero."""
+    start = problem.query_start
+    return problem.causal and isinstance(start, int) and start + problem.q.shape[2] < problem.k.shape[2]
 
 
 def _can_describe(tensor: Tensor) -> bool:

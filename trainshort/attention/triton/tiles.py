@@ -28,8 +28,11 @@ FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def place(SEQ, BLOCKS, b, block, Tq, Tk, start, RAGGED: tl.constexpr, PACKED: tl.constexpr):
-    """Of a block of rows: its place in its sequence, and that sequence's extent. Surplus blocks get no rows."""
+def place(SEQ, BLOCKS, b, block, Tq, Tk, start, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr):
+    """Of a block of rows: its place in its sequence, and that sequence's extent. Surplus blocks get no rows.
+
+    Keys after the last query of causal attention, the unwritten end of a cache, are not part of it.
+    """
     q0, nq, k0, nk, s = b * 0, Tq, b * 0, Tk, start
     if PACKED:
         document = tl.load(BLOCKS + 2 * block)
@@ -39,6 +42,8 @@ def place(SEQ, BLOCKS, b, block, Tq, Tk, start, RAGGED: tl.constexpr, PACKED: tl
     elif RAGGED:
         at = SEQ + 5 * b
         q0, nq, k0, nk, s = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    if CAUSAL:
+        nk = tl.maximum(tl.minimum(nk, s + nq), 0)
     return block, q0, nq, k0, nk, s
 
 

@@ -64,19 +64,21 @@ def _effective(n, norm, inside, x, m, away):
     return tl.where(effective <= norm, effective, norm)  # NaN as well
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def sample_kernel(
-    Q, K, CENTER, COMMON, REACH, SEQ, scale,
+    Q, K, CENTER, COMMON, REACH, SEQ, start, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, H, Hk, group, Tq, Tk,
-    D: tl.constexpr, BD: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     hk = tl.program_id(1)
     b = sequence * 0 if PACKED else sequence
-    q0, nq, k0, nk = b * 0, Tq, b * 0, Tk
+    q0, nq, k0, nk = b * 0, Tq, b * 0, b * 0 + Tk
     if RAGGED or PACKED:
         at = SEQ + 5 * sequence
-        q0, nq, k0, nk = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        q0, nq, k0, nk, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    if CAUSAL:
+        nk = tl.maximum(tl.minimum(nk, start + nq), 0)
     d = tl.arange(0, BD)
     sample = _sample(K, b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, k0, nk, stride_kt, D, BD)
     center = tl.sum(sample, 0) / SAMPLE
@@ -92,17 +94,17 @@ def sample_kernel(
         tl.store(REACH + sequence * H + h, tl.where((x > 1e-6) & (x < 1e30), x, 1e-6))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def bounds_kernel(
-    K, SLOPES, FUTURES, CENTER, REACH, NORM, PASTS, AHEADS, MEANS, SEQ, BLOCKS,
-    stride_kb, stride_kh, stride_kt, stride_slope, H, Hk, group, Tk, blocks,
+    K, SLOPES, FUTURES, CENTER, REACH, NORM, PASTS, AHEADS, MEANS, SEQ, BLOCKS, start,
+    stride_kb, stride_kh, stride_kt, stride_slope, H, Hk, group, Tq, Tk, blocks,
     D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, RUN_ROWS: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     b = tl.program_id(1)
     hk = tl.program_id(2)
-    block, _q0, _nq, k0, nk, _s = place(SEQ, BLOCKS, b, entry, Tk, Tk, 0, RAGGED, PACKED)
+    block, _q0, _nq, k0, nk, _s = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     sequence = tl.load(BLOCKS + 2 * entry) if PACKED else b
     row = block * ROWS
     if row >= nk:
@@ -158,7 +160,7 @@ def search_kernel(
     b = tl.program_id(1)
     h = tl.program_id(2)
     hk = h // group
-    block, q0, nq, _k0, nk, start = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, RAGGED, PACKED)
+    block, q0, nq, _k0, nk, start = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     sequence = tl.load(BLOCKS + 2 * entry) if PACKED else b
     if block * ROWS >= nq:
         return
@@ -182,7 +184,7 @@ def search_kernel(
     # What could be missed: the longest keys on either side of these queries.
     common = tl.load(COMMON + sequence * Hk + hk)
     X = tl.load(REACH + sequence * H + h)
-    reach_block = tl.minimum(tl.maximum(origin + ROWS - 1, 0), nk - 1) // ROWS
+    reach_block = tl.minimum(tl.maximum(origin + ROWS - 1, 0), tl.maximum(nk - 1, 0)) // ROWS
     norms = NORM + (b * Hk + hk) * blocks + entry0
     pasts = PASTS + (b * H + h) * blocks + entry0
     norm, past = b * 0.0, b * 0.0
@@ -195,7 +197,7 @@ def search_kernel(
     norm_ahead, ahead = b * 0.0, b * 0.0
     if not CAUSAL:
         aheads = AHEADS + (b * H + h) * blocks + entry0
-        from_block = tl.minimum(tl.maximum(origin, 0), nk - 1) // ROWS
+        from_block = tl.minimum(tl.maximum(origin, 0), tl.maximum(nk - 1, 0)) // ROWS
         all_blocks = (nk + ROWS - 1) // ROWS
         for chunk in range(from_block, all_blocks, CHUNK):
             index = chunk + tl.arange(0, CHUNK)
