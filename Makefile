@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-all check format bench demo clean
+.PHONY: test test-all test-gpu check format bench demo clean
 
-test: $(READY)  ## the tests, under twelve minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
+test: $(READY)  ## the tests, and the kernels in Triton's interpreter
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not gpu" --ignore tests/attention/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m "not slow" tests/attention/triton
 
 test-all: $(READY)  ## the long tests, which `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 2 -m slow
+	$(BIN)/python -m pytest --numprocesses 2 -m slow --ignore tests/attention/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m slow tests/attention/triton
+
+test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: four minutes
+	$(PYTHON) scripts/test_gpu.py
 
 check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The Triton kernels compile for GPUs that are not there: Triton's compiler needs no device, only a target.
 
-The interpreter runs what the compiler may refuse (types that differ between branches, tiles that are no power of two),
-so every kernel is compiled as it would be launched, for Hopper and, with a few features, for an older GPU.
+The interpreter runs what the compiler may refuse (types that differ between branches, odd sizes of tiles), so every
+kernel is compiled as it would be launched, for Hopper and, with a few features, for an older GPU.
 """
 
 from __future__ import annotations

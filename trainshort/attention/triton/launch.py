@@ -257,8 +257,8 @@ def backward(
     problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Gradients of q, k, v, and of slopes, future slopes and table where wanted."""
-    grad = rows_contiguous(grad)
-    call = prepare(problem, grad)
+    grad, out = rows_contiguous(grad), rows_contiguous(out)
+    call = prepare(problem, grad, out)
     plan = call.plan
     dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
     empty = call.q.numel() == 0 or plan.keys == 0

@@ -1,0 +1,133 @@
+"""Run tests/gpu on this machine's GPU: in several processes side by side, then those that need it alone.
+
+    python3 scripts/test_gpu.py --log results.txt --commit $(git rev-parse --short HEAD)
+
+Needs torch with CUDA, Triton, pytest and hypothesis. The exit status is 0 if every test passed. A process that
+crashes is started again behind the test it crashed in; that test counts as failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TRIES = 5  # starts of one shard
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shards", type=int, default=12, help="processes side by side (default: 12)")
+    parser.add_argument("--log", type=Path, help="write machine, versions and every test's result to this file")
+    parser.add_argument("--commit", default="", help="what is tested, for the log (default: ask git)")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one shard (default: 400)")
+    parser.add_argument("-k", dest="keyword", help="only tests that match, as in pytest")
+    options = parser.parse_args()
+
+    began = time.monotonic()
+    about = describe(options.commit)
+    print(about, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = [f"{index}/{options.shards}" for index in range(options.shards)]
+        with ThreadPoolExecutor(options.shards) as pool:
+            found = list(pool.map(lambda shard: run_shard(shard, Path(folder), options), shards))
+        found.append(run_shard("alone", Path(folder), options))
+    results = {test: result for tests, _ in found for test, result in tests.items()}
+    troubles = [trouble for _, trouble in found if trouble]
+    lines = [f"{r['outcome']:8} {r.get('seconds', 0.0):7.2f}s  {test}" for test, r in sorted(results.items())]
+    failures = [(test, r) for test, r in sorted(results.items()) if r["outcome"] not in ("passed", "skipped")]
+    counts = {outcome: sum(r["outcome"] == outcome for r in results.values()) for outcome in
+              ("passed", "failed", "crashed", "skipped")}  # fmt: skip
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no tests ran"
+    summary += f" in {time.monotonic() - began:.0f} s"
+    report = [*(f"\n== {test}\n{r.get('message', '')}" for test, r in failures), *(f"\n== {t}" for t in troubles)]
+    if options.log:
+        options.log.parent.mkdir(parents=True, exist_ok=True)
+        options.log.write_text("\n".join([about, *lines, *report, summary, ""]))
+    print("\n".join(report))
+    for test, result in failures:
+        print(f"{result['outcome'].upper()} {test}")
+    slowest = sorted(results.items(), key=lambda pair: -pair[1].get("seconds", 0.0))[:5]
+    print("slowest:", ", ".join(f"{test.split('::')[-1]} {r.get('seconds', 0.0):.0f} s" for test, r in slowest))
+    print(summary)
+    return 0 if counts["passed"] and not failures and not troubles else 1
+
+
+def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[dict[str, dict], str]:
+    """The outcome of each test of a shard, and what went wrong besides."""
+    name = shard.replace("/", "_of_")
+    results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--shard", shard, "--results", str(results)]
+    command += ["-k", options.keyword] if options.keyword else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of workers would outlive the tests
+    environment.pop("TRITON_INTERPRET", None)
+    trouble, end = "", time.monotonic() + options.timeout
+    for attempt in range(TRIES):
+        before = len(read(results))
+        with log.open("a") as file:
+            try:
+                left = max(end - time.monotonic(), 1.0)
+                status = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=left
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = -1
+        for test, result in read(results).items():
+            if result["outcome"] == "started":
+                why = "out of time" if status == -1 else f"the process ended with status {status}"
+                with results.open("a") as file:
+                    file.write(json.dumps({"test": test, "outcome": "crashed", "message": why + tail(log)}) + "\n")
+        if status in (0, 1, 5):  # passed, failed, nothing to run
+            return read(results), trouble
+        trouble = f"shard {shard}: status {status} at attempt {attempt + 1}{tail(log)}"
+        if status == -1 or len(read(results)) == before:  # no time, or it never came to a test
+            return read(results), trouble
+        print(f"shard {shard} crashed (status {status}): going on behind it", flush=True)
+    return read(results), trouble
+
+
+def read(path: Path) -> dict[str, dict]:
+    """The last word on each test, or the first that is not a success."""
+    found: dict[str, dict] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        result = json.loads(line)
+        if found.get(result["test"], {}).get("outcome") not in ("failed", "crashed"):
+            found[result["test"]] = result
+    return found
+
+
+def tail(log: Path) -> str:
+    return "\n" + log.read_text(errors="replace")[-3000:]
+
+
+def describe(commit: str) -> str:
+    """Machine, versions and commit."""
+    if not commit:
+        try:
+            asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+            commit = asked.stdout.strip() or "unknown"
+        except OSError:
+            commit = "unknown"
+    code = (
+        "import torch, importlib.util as u\n"
+        "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'\n"
+        "triton = __import__('triton').__version__ if u.find_spec('triton') else 'none'\n"
+        "print(f'GPU {gpu}; torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton}')"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    versions = asked.stdout.strip() or asked.stderr.strip()[-500:]
+    return f"{versions}; Python {platform.python_version()}; {os.cpu_count()} CPU cores; commit {commit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

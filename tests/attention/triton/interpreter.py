@@ -1,0 +1,108 @@
+"""Handling the kernels under the interpreter: tile sizes, forgetting plans, and the windows as a set of pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.attention.dense import Case
+from trainshort.attention.problem import Problem
+
+UNIT = 64
+
+
+def forget() -> None:
+    """What is remembered of shapes and tiles: plans keep them."""
+    from trainshort.attention.triton import plan, tuning
+
+    plan._plans.clear()
+    tuning.tiles_for.cache_clear()
+
+
+@contextlib.contextmanager
+def quick_tiles(dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
+    """Tiles of 64 x 64 for these dtypes instead of those that fit a small GPU."""
+    from trainshort.attention.triton import tuning
+
+    sizes = {dtype.itemsize for dtype in dtypes}
+    large = {key: tiles._replace(rows=64, keys=64) for key, tiles in tuning.ANYWHERE.items() if key[1] in sizes}
+    with mock.patch.dict(tuning.ANYWHERE, large):
+        forget()
+        yield
+    forget()
+
+
+@contextlib.contextmanager
+def shipped_tiles() -> Iterator[None]:
+    """The tiles of a small GPU, inside a test that has the quick ones."""
+    from trainshort.attention.triton import tuning
+
+    small = {
+        ("forward", 4, 64): tuning.Tiles(64, 32, 4, 2),
+        ("queries", 4, 64): tuning.Tiles(32, 32, 4, 1),
+        ("keys", 4, 64): tuning.Tiles(32, 32, 4, 1),
+    }
+    with mock.patch.dict(tuning.ANYWHERE, small):
+        forget()
+        yield
+    forget()
+
+
+def problem_of(case: Case) -> Problem:
+    arguments = case.arguments() | {"scale": case.true_scale, "tolerance": case.may_skip}
+    return Problem(q=case.q, k=case.k, v=case.v, bias=case.bias, **arguments)
+
+
+def sequences(case: Case) -> list[tuple[int, int, int, int, int]]:
+    """(row of the batch, first query, queries, first key, keys) of every row or packed document."""
+    batch, _, queries, _ = case.q.shape
+    if case.cu_seqlens is not None:
+        borders = case.cu_seqlens.tolist()
+        return [(0, a, b - a, a, b - a) for a, b in itertools.pairwise(borders)]
+    found = []
+    for row in range(batch):
+        first, count = 0, case.k.shape[2]
+        if case.key_padding_mask is not None:
+            mask = case.key_padding_mask[row]
+            count = int(mask.sum())
+            first = int(mask.int().argmax())
+        found.append((row, 0, queries, first, count))
+    return found
+
+
+def window_parts(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FIRST, LAST, UNTIL and SINCE as the window kernels leave them; in causal attention first and third twice."""
+    from trainshort.attention.triton import launch
+
+    call = launch.prepare(problem_of(case))
+    windows = launch.find_windows(call)
+    queries, keys = call.plan.units, call.plan.key_units
+    sizes = [queries, keys] if case.causal else [queries, queries, keys, keys]
+    assert windows.shape[2] == call.plan.width == sum(sizes) > 0
+    parts = windows.split(sizes, dim=2)
+    return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
+
+
+def kept_by_kernels(case: Case) -> Tensor:
+    """The pairs inside FIRST and LAST of the window kernels: bool [B, H, Tq, Tk]."""
+    first, last, _, _ = window_parts(case)
+    batch, heads, queries, _ = case.q.shape
+    keys = case.k.shape[2]
+    kept = torch.zeros((batch, heads, queries, keys), dtype=torch.bool)
+    unit = 0
+    for row, q0, nq, k0, nk in sequences(case):
+        unit0 = unit if case.cu_seqlens is not None else 0
+        units = unit0 + torch.arange(nq) // UNIT
+        key = torch.arange(nk)
+        low = first[row][:, units, None] * UNIT  # [H, nq, 1]
+        inside = key >= low
+        if not case.causal:
+            inside = inside & (key < last[row][:, units, None] * UNIT)
+        kept[row, :, q0 : q0 + nq, k0 : k0 + nk] = inside
+        unit += -(-nq // 128) * 2
+    return kept
