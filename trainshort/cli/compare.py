@@ -47,6 +47,7 @@ def run(config: CompareConfig) -> int:
     from trainshort.cli.shown import comparison_tables, evaluation_progress, print_table
     from trainshort.experiments.compare import NAME, Watcher, compare
     from trainshort.experiments.parallel import Stopped
+    from trainshort.report.build import build_report
     from trainshort.training import Interrupted
 
     def say(text: str) -> None:
@@ -60,4 +61,5 @@ def run(config: CompareConfig) -> int:
     for table in comparison_tables(result):
         print_table(table)
     print(f"runs and {NAME} are in {config.out}")
+    print(f"the report is {build_report([config.out], f'{config.out}/report').page}")
     return 0

@@ -19,6 +19,7 @@ COMMANDS = {
     "compare": "position methods side by side: train each, test each, print the table",
     "generate": "continue a text",
     "bench": "attention on this machine, beside what torch offers",
+    "report": "one page, figures and tables from the files of runs",
 }
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table

@@ -1,0 +1,43 @@
+"""One page with everything that runs have left: the figure, the table, costs, heads, curves, samples and configs.
+
+Reads files only, so it can run anywhere: what is missing or damaged is named in the page, and the rest is shown.
+Writes report.html, which needs no network, figures/ as SVG and PNG, and tables/ as CSV and LaTeX.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+EXAMPLES = """
+  trainshort report runs/demo                                 what compare left there
+  trainshort report runs/* --out report
+  trainshort report runs/alibi-256 runs/rotary-256 --title "Two methods" --dots 300
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What to report on, and where to."""
+
+    runs: tuple[str, ...] = field(
+        metadata={"help": "folders of runs, folders of such folders, or a comparison.json", "positional": True}
+    )
+    out: str = field(default="report", metadata={"help": "the folder to write to"})
+    title: str | None = field(default=None, metadata={"help": "of the page (default: Train short, test long)"})
+    figures: bool = field(default=True, metadata={"help": "draw SVG and PNG files as well"})
+    dots: int = field(default=200, metadata={"help": "to the inch, in PNG files"})
+
+    def __post_init__(self) -> None:
+        if not 50 <= self.dots <= 1200:
+            raise ValueError(f"dots must lie between 50 and 1200, got {self.dots}")
+
+
+def run(flags: Flags) -> None:
+    from trainshort.report.build import build_report
+
+    report = build_report(flags.runs, flags.out, title=flags.title, figures=flags.figures, dots=flags.dots)
+    for problem in report.problems:
+        print(problem, file=sys.stderr)
+    runs = f"{report.runs} run" + ("" if report.runs == 1 else "s")
+    print(f"{report.page}: {runs}, {len(report.files) - 1} figures and tables beside it")

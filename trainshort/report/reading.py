@@ -1,0 +1,289 @@
+"""From paths to runs, tolerantly: what cannot be read is named, and everything else is used.
+
+A path may be the folder of a run, a folder of such folders (what compare leaves), or a comparison.json, whose runs
+stand in for folders that are not there any more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainshort.report.text import clean
+
+Values = dict[str, Any]
+RUN_FILES = ("train.json", "config.json", "evaluation.json", "metrics.jsonl")
+COMPARISON = "comparison.json"
+BESIDE = ("tokens.bin", "report.html")  # folders with these stand beside runs and need no word
+EVALUATION_VERSION = 1
+UNKNOWN = "unknown"
+LARGEST = 256 * 2**20  # bytes of a file that is read at all: nothing that a run writes comes near
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that is missing, damaged or not understood, and what that means for the page."""
+
+    path: str
+    what: str
+
+
+@dataclass
+class Run:
+    """What the files of one run hold; empty where they hold nothing."""
+
+    name: str
+    folder: str
+    train: Values = field(default_factory=dict)
+    model: Values = field(default_factory=dict)
+    state: Values = field(default_factory=dict)
+    metrics: list[Values] = field(default_factory=list)
+    records: list[Values] = field(default_factory=list)
+    samples: list[Values] = field(default_factory=list)
+    trainshort: str | None = None
+
+    @property
+    def position(self) -> str:
+        return clean(str(self.train.get("position") or self.model.get("position") or UNKNOWN))
+
+    @property
+    def length(self) -> int | None:
+        """That it was trained at."""
+        return whole(self.train.get("length"))
+
+    @property
+    def seed(self) -> int | None:
+        return whole(self.train.get("seed"))
+
+    @property
+    def environment(self) -> Values:
+        return mapping(self.state.get("environment"))
+
+    @property
+    def data(self) -> str | None:
+        """The identity of the data it was trained on."""
+        found = mapping(self.state.get("data")).get("identity")
+        return found if isinstance(found, str) else None
+
+
+@dataclass
+class Found:
+    runs: list[Run] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, path: Path, what: str) -> None:
+        found = Problem(clean(str(path)), clean(what))
+        if found not in self.problems:
+            self.problems.append(found)
+
+
+def whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> Values:
+    return value if isinstance(value, dict) else {}
+
+
+def read_runs(paths: Iterable[str | Path]) -> Found:
+    """Every run at the paths, each once, in the order of the paths and of their names."""
+    found, paths = Found(), list(paths)
+    folders: dict[Path, Path] = {}  # resolved to as it was given
+    comparisons: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        try:
+            _sort_out(path, folders, comparisons, found)
+        except OSError as error:
+            found.problem(path, f"cannot be read ({error.strerror}): left out")
+    parents = {folder.parent / COMPARISON for folder in folders.values()}
+    for path in sorted(parents):
+        if path.is_file():
+            comparisons.setdefault(path.resolve(), path)
+    compared: dict[Path, Values] = {}
+    for path in comparisons.values():
+        content = _object(path, found, "versions and missing runs cannot be taken from it")
+        for entry in _entries(content):
+            entry = entry | {"trainshort": content.get("trainshort"), "comparison": path}
+            compared.setdefault((path.parent / str(entry["folder"])).resolve(), entry)
+    asked = {path.resolve() for path in map(Path, paths)}
+    for resolved, folder in folders.items():
+        try:
+            found.runs.append(_run(folder, compared.get(resolved, {}), found))
+        except OSError as error:
+            found.problem(folder, f"cannot be read ({error.strerror}): left out")
+    for resolved, entry in compared.items():
+        path = entry["comparison"]
+        if resolved not in folders and (path.resolve() in asked or path.parent.resolve() in asked):
+            found.problem(resolved, f"the folder is not there: its figures are taken from {path}")
+            found.runs.append(_from_comparison(resolved, entry))
+    return found
+
+
+def _sort_out(path: Path, folders: dict[Path, Path], comparisons: dict[Path, Path], found: Found) -> None:
+    if path.is_file():
+        if path.name == COMPARISON:
+            comparisons[path.resolve()] = path
+        elif not path.name.startswith("."):
+            found.problem(path, "not the folder of a run: left out")
+    elif not path.is_dir():
+        found.problem(path, "no such folder: left out")
+    elif _is_run(path):
+        folders.setdefault(path.resolve(), path)
+    elif not any((path / name).exists() for name in BESIDE):
+        inner = [child for child in sorted(path.iterdir()) if child.is_dir() and _is_run(child)]
+        for child in inner:
+            folders.setdefault(child.resolve(), child)
+        if (path / COMPARISON).is_file():
+            comparisons[(path / COMPARISON).resolve()] = path / COMPARISON
+        elif not inner:
+            found.problem(path, f"no run in it (none of {', '.join(RUN_FILES)}): left out")
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def _run(folder: Path, compared: Values, found: Found) -> Run:
+    run = Run(clean(folder.resolve().name), clean(str(folder)))
+    run.train = _object(folder / "train.json", found, "how it was trained is not known")
+    config = _object(folder / "config.json", found, "the shape of its model is not known")
+    run.model = mapping(config.get("model"))
+    if run.train or (folder / "state").is_dir():
+        run.state = _object(folder / "state" / "state.json", found, "its versions and times are not known")
+    if not run.train:
+        started = mapping(run.state.get("config"))
+        run.train = started or {key: compared[key] for key in ("position", "length", "seed", "lr") if key in compared}
+    run.metrics = _metrics(folder / "metrics.jsonl", found)
+    run.records = _records(folder / "evaluation.json", run, found)
+    if not run.records and (kept := _valid_records(compared.get("records"), folder, found)):
+        found.problem(folder / "evaluation.json", f"its records are taken from {compared['comparison']}")
+        run.records = kept
+    run.samples = _samples(folder / "samples.json", found)
+    run.trainshort = _version(compared)
+    return run
+
+
+def _from_comparison(folder: Path, entry: Values) -> Run:
+    run = Run(clean(folder.name), clean(str(folder)))
+    run.train = {key: entry[key] for key in ("position", "length", "seed", "lr") if key in entry}
+    run.records = _valid_records(entry.get("records"), folder, Found())
+    environment = mapping(entry.get("training"))
+    run.state = {"environment": environment, "seconds": environment.get("seconds")}
+    run.trainshort = _version(entry)
+    return run
+
+
+def _version(entry: Values) -> str | None:
+    return None if entry.get("trainshort") is None else clean(str(entry["trainshort"]))
+
+
+def _entries(content: Values) -> list[Values]:
+    runs = content.get("runs")
+    if not isinstance(runs, list):
+        return []
+    return [each for each in runs if isinstance(each, dict) and isinstance(each.get("folder"), str)]
+
+
+def _text(path: Path, found: Found, without: str) -> str | None:
+    try:
+        if path.stat().st_size > LARGEST:
+            found.problem(path, f"larger than {LARGEST:,} bytes, so not read: {without}")
+            return None
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        found.problem(path, f"missing: {without}")
+    except UnicodeDecodeError:
+        found.problem(path, f"damaged (not UTF-8): {without}")
+    except OSError as error:
+        found.problem(path, f"cannot be read ({error.strerror}): {without}")
+    return None
+
+
+def _json(path: Path, found: Found, without: str) -> Any:
+    text = _text(path, found, without)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        found.problem(path, f"damaged (not valid JSON: {str(error)[:200]}): {without}")
+        return None
+
+
+def _object(path: Path, found: Found, without: str) -> Values:
+    content = _json(path, found, without)
+    if content is not None and not isinstance(content, dict):
+        found.problem(path, f"damaged (holds {type(content).__name__}, not an object): {without}")
+    return mapping(content)
+
+
+def _metrics(path: Path, found: Found) -> list[Values]:
+    text = _text(path, found, "there is no training curve of it")
+    rows, damaged = [], 0
+    for line in (text or "").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and whole(row.get("step")) is not None:
+            rows.append(row)
+        else:
+            damaged += 1
+    if damaged:
+        found.problem(path, f"{damaged:,} of {len(rows) + damaged:,} lines are damaged and left out")
+    return rows
+
+
+def _records(path: Path, run: Run, found: Found) -> list[Values]:
+    content = _object(path, found, "there are no perplexities of it; trainshort evaluate makes them")
+    if content and content.get("version") != EVALUATION_VERSION:
+        found.problem(path, f"of version {content.get('version')!r}: shown as far as it is understood")
+    files = mapping(mapping(run.state.get("files")).get("model"))
+    weights, measured = files.get("sha256"), content.get("model")
+    if isinstance(weights, str) and isinstance(measured, str) and not weights.startswith(measured):
+        found.problem(path, "measured with other weights than those of the last checkpoint: evaluate again")
+    return _valid_records(content.get("records"), path, found) if content else []
+
+
+def _valid_records(records: Any, path: Path, found: Found) -> list[Values]:
+    """Those that say what they are of: a length, a mode and a stride."""
+    if records is None:
+        return []
+    listed: Sequence[Any] = records if isinstance(records, list) else [records]
+    valid = []
+    for each in listed:
+        record = mapping(each)
+        length, stride = whole(record.get("length")), whole(record.get("stride"))
+        if length is not None and length > 0 and record.get("mode") in ("nonoverlapping", "sliding"):
+            valid.append(record | {"stride": length if stride is None or stride < 1 else stride})
+    if len(valid) < len(listed):
+        left_out = len(listed) - len(valid)
+        found.problem(path, f"{left_out:,} of {len(listed):,} records are damaged and left out")
+    return valid
+
+
+def _samples(path: Path, found: Found) -> list[Values]:
+    """A list of objects with `prompt` and `text`, or an object with such a list as `samples`; optional."""
+    if not path.exists():
+        return []
+    content = _json(path, found, "its samples are not shown")
+    listed = content.get("samples") if isinstance(content, dict) else content
+    if content is not None and not isinstance(listed, list):
+        found.problem(path, "damaged (no list of samples in it): its samples are not shown")
+    samples = listed if isinstance(listed, list) else []
+    return [{"text": each} if isinstance(each, str) else each for each in samples if isinstance(each, (str, dict))]

@@ -1,0 +1,156 @@
+"""The numbers behind the charts, from records and metrics alone: means over seeds, ratios, bins, thinned curves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainshort.report.methods import Method
+from trainshort.report.reading import Run, Values, mapping, number, whole
+
+NONOVERLAPPING = "nonoverlapping"
+HALF = "sliding, stride L/2"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A figure at one test length: the mean over `seeds` runs, and their standard deviation if there are several."""
+
+    length: int
+    mean: float | None
+    deviation: float | None
+    seeds: int
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one training run, thinned: each place is the mean over a stretch of logged steps."""
+
+    run: Run
+    steps: list[float]
+    seconds: list[float | None]
+    losses: list[float]
+    validation: list[tuple[int, float]]
+
+
+class Protocols:
+    """How windows were laid, in words that fit all lengths: strides are fixed, or half of each length."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        seen = {(each["stride"], each["length"]) for run in runs for each in run.records if each["mode"] == "sliding"}
+        counts = Counter(stride for stride, _ in seen)
+        self.fixed = {stride for stride, length in seen if counts[stride] > 1 or stride != max(1, length // 2)}
+        found = {self.of(each) for run in runs for each in run.records}
+        self.names = sorted(found, key=lambda name: (name != NONOVERLAPPING, len(name), name))
+
+    def of(self, record: Values) -> str:
+        if record["mode"] == NONOVERLAPPING or record["stride"] == record["length"]:
+            return NONOVERLAPPING
+        return f"sliding, stride {record['stride']:,}" if record["stride"] in self.fixed else HALF
+
+    @property
+    def main(self) -> str | None:
+        return self.names[0] if self.names else None
+
+
+def records_at(method: Method, protocols: Protocols, protocol: str) -> dict[int, list[Values]]:
+    """By length, one for each run that has it."""
+    found: dict[int, list[Values]] = {}
+    for run in method.runs:
+        seen = set()
+        for record in run.records:
+            if protocols.of(record) == protocol and record["length"] not in seen:
+                seen.add(record["length"])
+                found.setdefault(record["length"], []).append(record)
+    return dict(sorted(found.items()))
+
+
+def points(method: Method, protocols: Protocols, protocol: str, name: str) -> list[Point]:
+    """A figure by test length. Where one seed has none, such as one that diverged, there is no mean either."""
+    found = []
+    for length, records in records_at(method, protocols, protocol).items():
+        values = [number(record.get(name)) for record in records]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            reasons = [record["skipped"] for record in records if isinstance(record.get("skipped"), str)]
+            missing = f"{len(values) - len(known)} of {len(values)} runs have no figure"
+            found.append(Point(length, None, None, len(known), reasons[0] if reasons else missing))
+            continue
+        deviation = statistics.stdev(known) if len(known) > 1 else None
+        found.append(Point(length, statistics.fmean(known), deviation, len(known)))
+    return found
+
+
+def ratios(method: Method, values: Sequence[Point]) -> dict[int, float | None]:
+    """Each mean over the mean at the training length; None without one there."""
+    base = next((each.mean for each in values if each.length == method.length), None)
+    return {each.length: each.mean / base if each.mean is not None and base else None for each in values}
+
+
+def best_at(by_method: Sequence[Sequence[Point]]) -> dict[int, float]:
+    """The lowest mean at each length that at least two methods were tested at."""
+    found: dict[int, list[float]] = {}
+    for values in by_method:
+        for each in values:
+            if each.mean is not None:
+                found.setdefault(each.length, []).append(each.mean)
+    return {length: min(means) for length, means in found.items() if len(means) > 1}
+
+
+def loss_by_position(
+    method: Method, protocols: Protocols, protocol: str, length: int
+) -> list[tuple[int, int, float, int]]:
+    """First and last place (from 1), mean loss in nats and count of each bin that scored anything; seeds pooled."""
+    pooled: dict[tuple[int, int], list[float]] = {}
+    for record in records_at(method, protocols, protocol).get(length, []):
+        binned = mapping(record.get("loss_by_position"))
+        parts = [binned.get(name) for name in ("edges", "nll_sum", "count")]
+        if not all(isinstance(part, list) for part in parts):
+            continue
+        edges, sums, counts = ([number(each) for each in part or []] for part in parts)
+        for low, high, total, count in zip(edges, edges[1:], sums, counts, strict=False):
+            if low is not None and high is not None and total is not None and count:
+                entry = pooled.setdefault((int(low) + 1, int(high)), [0.0, 0.0])
+                entry[0] += total
+                entry[1] += count
+    return [(low, high, total / count, int(count)) for (low, high), (total, count) in sorted(pooled.items())]
+
+
+def curve(run: Run, limit: int) -> Curve | None:
+    """At most `limit` places of the training curve; None where nothing was logged."""
+    rows = [(row["step"], number(row.get("seconds")), number(row.get("loss"))) for row in run.metrics]
+    logged = [(step, seconds, loss) for step, seconds, loss in rows if loss is not None]
+    found = [(row["step"], number(row.get("validation_loss"))) for row in run.metrics]
+    validation = [(step, loss) for step, loss in found if loss is not None]
+    validation = validation[:: max(1, math.ceil(len(validation) / limit))]
+    if not logged and not validation:
+        return None
+    size = max(1, math.ceil(len(logged) / limit))
+    steps, times, losses = [], [], []
+    for start in range(0, len(logged), size):
+        part = logged[start : start + size]
+        steps.append(statistics.fmean(step for step, _, _ in part))
+        losses.append(statistics.fmean(loss for _, _, loss in part))
+        known = [seconds for _, seconds, _ in part if seconds is not None]
+        times.append(round(statistics.fmean(known), 3) if known else None)
+    return Curve(run, [round(step, 1) for step in steps], times, [round(each, 5) for each in losses], validation)
+
+
+def test_texts(runs: Iterable[Run]) -> set[tuple[object, ...]]:
+    """Which tokens of which data were scored: more than one entry means that figures are not of the same text."""
+    names = ("data", "split", "first_token", "end_token")
+    return {
+        tuple(str(record.get(name)) for name in names)
+        for run in runs
+        for record in run.records
+        if number(record.get("perplexity")) is not None
+    }
+
+
+def tested_tokens(runs: Iterable[Run]) -> list[int]:
+    counts = {whole(record.get("scored_tokens")) for run in runs for record in run.records}
+    return sorted(count for count in counts if count is not None)
