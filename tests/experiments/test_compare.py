@@ -73,6 +73,20 @@ def test_every_run_has_its_folder_and_its_records(data: Path, tmp_path: Path) ->
     assert spans == {(1, 257)}
 
 
+def test_every_model_continues_a_text(data: Path, tmp_path: Path) -> None:
+    compare(small(data, tmp_path / "out"))
+    begin = TokenData(data).tokenizer.decode([int(token) for token in TokenData(data).validation[:48]])
+    for name, most in (("alibi-16-seed0", 240), ("learned-16-seed0", 16)):
+        path = tmp_path / "out" / name / "samples.json"
+        (sample,) = json.loads(path.read_text())["samples"]
+        assert begin.startswith(sample["prompt"])
+        assert sample["prompt"]
+        assert 0 < len(sample["text"].encode()) <= 4 * most
+    before = path.stat().st_mtime_ns
+    compare(small(data, tmp_path / "out"))
+    assert path.stat().st_mtime_ns == before, "the same weights have nothing new to say"
+
+
 def test_what_is_done_is_not_done_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(data, tmp_path)
     first = compare(config)

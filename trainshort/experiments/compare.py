@@ -21,6 +21,7 @@ from trainshort.evaluation.records import Record, fingerprint, read_records
 from trainshort.evaluation.windows import scored_span
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
+from trainshort.experiments.samples import write_samples
 from trainshort.positions import plain_options
 from trainshort.training import RunFolder, TrainConfig
 from trainshort.training.train import train
@@ -61,6 +62,7 @@ def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, 
         head = f"[{number}/{len(planned)}] {Path(training.out).name}"
         summary = _trained(training, training.out in new, head, watcher)
         records = _tested(training, config.evaluation(length), data, head, watcher)
+        write_samples(Path(training.out), data)
         folder = Path(training.out).name
         runs.append(
             {"folder": folder, "position": position, "length": length, "seed": seed, "lr": training.lr}

@@ -1,0 +1,45 @@
+"""A text that each model continues, beside its run: what perplexities sound like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainshort.data import TokenData, load_tokenizer
+from trainshort.data.files import write_json
+from trainshort.evaluation.evaluate import device_for
+from trainshort.evaluation.records import fingerprint
+from trainshort.models import LanguageModel, load
+
+NAME = "samples.json"
+PROMPT, NEW = 48, 240  # tokens
+
+
+def write_samples(folder: Path, data: TokenData) -> None:
+    """Let the model continue the beginning of the validation text, unless these weights have done so already."""
+    weights = fingerprint(folder / "model.safetensors")
+    if _weights_of(folder / NAME) == weights:
+        return
+    model = load(folder, device=device_for(None))
+    assert isinstance(model, LanguageModel)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    limit = model.position.max_length or PROMPT + NEW
+    prompt = [int(token) for token in data.validation[: min(PROMPT, limit // 2)]]
+    new = min(NEW, limit - len(prompt))
+    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    stop = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    out = model.generate(tokens, max_new_tokens=new, temperature=0.8, top_p=0.95, seed=0, stop_tokens=stop)
+    continued = [token for token in out[0, len(prompt) :].tolist() if token not in stop]
+    sample = {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(continued)}
+    write_json(folder / NAME, {"weights": weights, "samples": [sample]})
+
+
+def _weights_of(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found.get("weights") if isinstance(found, dict) else None
