@@ -160,3 +160,12 @@ def test_alibi_transformer(assign: bool) -> None:
 def test_fake_tensors_have_no_values_either(position: str) -> None:
     with FakeTensorMode():
         ts.LanguageModel(small_config(position))
+
+
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_a_forward_pass_without_memory_has_its_shape(position: str) -> None:
+    """For those who count parameters and activations before they buy a machine."""
+    with torch.device("meta"):
+        model = language_model(position)
+        tokens = torch.zeros((2, 30), dtype=torch.int64)
+    assert model(tokens).shape == (2, 30, model.config.vocab_size)

@@ -255,7 +255,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)) or q.dtype == torch.float64:
         return q, k, v
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
