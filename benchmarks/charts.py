@@ -23,6 +23,13 @@ def ratio(ms: dict[str, dict[str, float]], other: str, ours: str = "ours") -> fl
     return ms[other]["both_gpu"] / ms[ours]["both_gpu"]
 
 
+def speeds_by_doublings(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([1, 2, 4, 8, 16, 32])
+    axes.set_yticklabels(["1×", "2×", "4×", "8×", "16×", "32×"])
+
+
 def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
     styles = {
         ("FlexAttention", "ours"): "-",
@@ -47,12 +54,9 @@ def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
                 label=f"{names[other, ours]}; head_dim {dim}",
             )
     axes.axhline(1.0, color="0.6", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    speeds_by_doublings(axes)
     axes.set_xticks([record["length"] for record in records if record["dim"] == 64])
     axes.set_xticklabels([f"{record['length']:,}" for record in records if record["dim"] == 64], fontsize=8)
-    axes.set_yticks([1, 2, 4, 8, 16, 32])
-    axes.set_yticklabels(["1×", "2×", "4×", "8×", "16×", "32×"])
     axes.set_xlabel("sequence length")
     axes.set_ylabel("speed, forward + backward")
     axes.legend(fontsize=7, frameon=False)
@@ -79,12 +83,9 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
         color="black",
         label=f"layers of a trained model, {data['trained']['length']:,} tokens, head_dim 64",
     )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    speeds_by_doublings(axes)
     axes.set_xticks([0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0])
     axes.set_xticklabels(["3%", "6%", "12%", "25%", "50%", "100%"])
-    axes.set_yticks([1, 2, 4, 8, 16, 32])
-    axes.set_yticklabels(["1×", "2×", "4×", "8×", "16×", "32×"])
     axes.set_xlabel("keys that are visited")
     axes.set_ylabel("speed of FlexAttention's")
     axes.legend(fontsize=7, frameon=False)

@@ -37,6 +37,11 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     return torch.exp2(steps.to(dtype) * (-8.0 / closest)).to(torch.float32)
 
 
+def fold_gradient(gradient: Tensor, slopes: Tensor) -> Tensor:
+    """A gradient [B, H] in the shape and dtype of the slopes it belongs to."""
+    return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class LinearBias:
     """ALiBi: a penalty that grows linearly with distance, with a slope for each head.

@@ -20,7 +20,7 @@ from trainshort.attention import pieces as engine
 from trainshort.attention.calls import Place, Spread, Together, split_places
 from trainshort.attention.piece_bias import BiasGradients, PieceBias
 from trainshort.attention.plan import Piece, Segment, Shape, cut, segments
-from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.problem import BLOCK, Problem, gradient_like
 from trainshort.attention.windows import certified_blocks, promising_heads, visible_blocks
 
 EVERYTHING = -1  # in place of a window: no window was sought
@@ -79,12 +79,6 @@ def backward(
         gradients = run.backward(out, lse, grad, want_bias)
     dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
     return dq, dk, dv, run.bias.gradients() if want_bias else BiasGradients()
-
-
-def gradient_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised, of the tensor's shape, in the memory layout of gradients: the heads of a token together."""
-    batch, heads, length, dim = tensor.shape
-    return tensor.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def _can_fuse(problem: Problem) -> bool:

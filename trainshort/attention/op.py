@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainshort.attention import blocked
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight
-from trainshort.attention.problem import BLOCK, Problem, check_values
+from trainshort.attention.problem import BLOCK, Problem, check_values, gradient_like
 
 _SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
 
@@ -186,30 +186,39 @@ def blocked_backward_op(
 
 @blocked_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    q, k, v, slopes, future, table = args[:6]
+    return fake_gradients(want_bias, *args[:6])
+
+
+def fake_gradients(want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Shapes and layouts of what a backward operator returns."""
 
     def like(tensor: Tensor | None) -> Tensor:
         return tensor.new_empty(tensor.shape) if want_bias and tensor is not None else q.new_empty(0)
 
-    return (*(blocked.gradient_like(t, t.dtype) for t in (q, k, v)), like(slopes), like(future), like(table))
+    return (*(gradient_like(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     out, lse, windows = output
     tensors, ctx.plain = inputs[:10], inputs[10:]
     ctx.save_for_backward(out, lse, windows, *tensors)
     ctx.mark_non_differentiable(lse, windows)
 
 
-def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:
+def gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """What autograd asks for, from a backward operator; None for whatever wants none."""
     out, lse, windows, *tensors = ctx.saved_tensors
     want_bias = any(ctx.needs_input_grad[3:6])
-    dq, dk, dv, *bias = blocked_backward_op(grad, out, lse, windows, want_bias, *tensors, *ctx.plain)
+    dq, dk, dv, *bias = operator(grad, out, lse, windows, want_bias, *tensors, *ctx.plain)
     wanted = [
         gradient if ctx.needs_input_grad[3 + index] and tensors[3 + index] is not None else None
         for index, gradient in enumerate(bias)
     ]
     return dq, dk, dv, *wanted, *([None] * 12)
+
+
+def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:
+    return gradients_by(blocked_backward_op, ctx, grad)
 
 
 def no_double_backward(ctx: Any, *gradients: Any) -> None:
@@ -224,7 +233,7 @@ def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     )
 
 
-blocked_op.register_autograd(_backward, setup_context=_setup)
+blocked_op.register_autograd(_backward, setup_context=save_for_backward)
 blocked_backward_op.register_autograd(no_double_backward)
 blocked_op.register_vmap(no_vmap)
 blocked_backward_op.register_vmap(no_vmap)

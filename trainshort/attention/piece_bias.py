@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainshort.attention.bias import BucketBias, LinearBias
+from trainshort.attention.bias import BucketBias, LinearBias, fold_gradient
 from trainshort.attention.pieces import sums_by_distance
 from trainshort.attention.plan import Piece
 from trainshort.attention.problem import Problem
@@ -131,9 +131,7 @@ class PieceBias:
         if not isinstance(bias, LinearBias):
             return BiasGradients()
         if bias.future is None:  # one slope for both sides
-            return BiasGradients(past=_fold(self._dpast + self._dfuture, bias.slopes))
-        return BiasGradients(past=_fold(self._dpast, bias.slopes), future=_fold(self._dfuture, bias.future))
-
-
-def _fold(gradient: Tensor, slopes: Tensor) -> Tensor:
-    return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
+            return BiasGradients(past=fold_gradient(self._dpast + self._dfuture, bias.slopes))
+        return BiasGradients(
+            past=fold_gradient(self._dpast, bias.slopes), future=fold_gradient(self._dfuture, bias.future)
+        )

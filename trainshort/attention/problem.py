@@ -116,6 +116,13 @@ def default_tolerance(dtype: torch.dtype) -> float:
     return DEFAULT_TOLERANCE[dtype]
 
 
+def gradient_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, of the tensor's shape, in the memory layout of gradients: the heads of a token together."""
+    _, heads, length, dim = tensor.shape
+    strides = (length * heads * dim, dim, heads * dim, 1)
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype or tensor.dtype, device=tensor.device)
+
+
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainshort.attention.bias import BucketBias, LinearBias
 from trainshort.attention.problem import Problem
 from trainshort.attention.triton.decode import join_kernel, split_kernel
-from trainshort.attention.triton.launch import LOG2E, plain_slopes, rows_contiguous, sequences_of
+from trainshort.attention.triton.launch import bucket_line, plain_slopes, rows_contiguous, sequences_of
 from trainshort.attention.triton.plan import interpreted
 
 SHARES = 4 * 132  # programs that keep a large GPU busy
@@ -38,8 +38,7 @@ def decode(problem: Problem) -> Tensor:
         stride_slope = heads if slopes.dim() == 2 else 0
     elif isinstance(bias, BucketBias):
         reach = bias.max_distance
-        index = bias.bucket(torch.arange(-reach, reach + 1, device=q.device))
-        line = (bias.table.detach().float()[index].T * LOG2E).contiguous()
+        _, line = bucket_line(bias)
     norms, norm_count = q, 0
     norm_strides: tuple[int, ...] = (0, 0)
     windows = isinstance(bias, LinearBias) and problem.tolerance > 0.0 and problem.key_norms is not None

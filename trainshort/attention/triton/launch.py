@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from trainshort.attention.bias import BucketBias, LinearBias
-from trainshort.attention.problem import Problem
+from trainshort.attention.bias import BucketBias, LinearBias, fold_gradient
+from trainshort.attention.problem import Problem, gradient_like
 from trainshort.attention.triton import backward as backward_kernels
 from trainshort.attention.triton import forward as forward_kernels
 from trainshort.attention.triton import windows as window_kernels
@@ -76,10 +76,7 @@ def prepare(problem: Problem, *others: Tensor) -> Call:
             slopes, futures = (t.expand(plan.batch, plan.heads).contiguous() for t in (slopes, futures))
         stride_slope = plan.heads if slopes.dim() == 2 else 0
     elif isinstance(bias, BucketBias):
-        distance = torch.arange(-plan.reach, plan.reach + 1, device=q.device)
-        index = bias.bucket(distance)
-        buckets = index.to(torch.int32)
-        line = (bias.table.detach().float()[index].T * LOG2E).contiguous()
+        buckets, line = bucket_line(bias)
     return Call(
         problem=problem,
         plan=plan,
@@ -101,6 +98,12 @@ def prepare(problem: Problem, *others: Tensor) -> Call:
 def plain_slopes(slopes: Tensor) -> Tensor:
     slopes = slopes.detach()
     return slopes if slopes.dtype == torch.float32 and slopes.is_contiguous() else slopes.float().contiguous()
+
+
+def bucket_line(bias: BucketBias) -> tuple[Tensor, Tensor]:
+    """By distance, from -R = -max_distance to R: buckets, int32 [2 R + 1]; bias in log2, float32 [H, 2 R + 1]."""
+    index = bias.bucket(torch.arange(-bias.max_distance, bias.max_distance + 1, device=bias.table.device))
+    return index.to(torch.int32), (bias.table.detach().float()[index].T * LOG2E).contiguous()
 
 
 def sequences_of(problem: Problem, start: int | Tensor) -> Tensor:
@@ -326,16 +329,5 @@ def _bias_gradients(problem: Problem, shares: list[Tensor], want_bias: bool, buc
     past = shares[0].double().sum(2)  # [B, H]
     ahead = shares[1].double().sum(2)
     if bias.future is None:
-        return [_fold(past + ahead, bias.slopes), None, None]
-    return [_fold(past, bias.slopes), _fold(ahead, bias.future), None]
-
-
-def _fold(gradient: Tensor, slopes: Tensor) -> Tensor:
-    return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
-
-
-def gradient_like(tensor: Tensor) -> Tensor:
-    """Uninitialised, in the memory layout of gradients: the heads of a token together."""
-    _, heads, length, dim = tensor.shape
-    strides = (length * heads * dim, dim, heads * dim, 1)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        return [fold_gradient(past + ahead, bias.slopes), None, None]
+    return [fold_gradient(past, bias.slopes), fold_gradient(ahead, bias.future), None]

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.bias import Bias, BucketBias, LinearBias
-from trainshort.attention.op import no_double_backward, no_vmap, unpack
+from trainshort.attention.op import (
+    fake_gradients,
+    gradients_by,
+    no_double_backward,
+    no_vmap,
+    save_for_backward,
+    unpack,
+)
 from trainshort.attention.problem import Problem, check_values
 from trainshort.attention.triton.shapes import window_width
 
@@ -104,37 +111,14 @@ def triton_backward_op(
 
 @triton_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    q, k, v, slopes, future, table = args[:6]
-
-    def like(tensor: Tensor | None) -> Tensor:
-        return tensor.new_empty(tensor.shape) if want_bias and tensor is not None else q.new_empty(0)
-
-    def gradient_like(tensor: Tensor) -> Tensor:
-        batch, heads, length, dim = tensor.shape
-        return tensor.new_empty((batch, length, heads, dim)).transpose(1, 2)
-
-    return (gradient_like(q), gradient_like(k), gradient_like(v), like(slopes), like(future), like(table))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, lse, windows = output
-    tensors, ctx.plain = inputs[:10], inputs[10:]
-    ctx.save_for_backward(out, lse, windows, *tensors)
-    ctx.mark_non_differentiable(lse, windows)
+    return fake_gradients(want_bias, *args[:6])
 
 
 def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:
-    out, lse, windows, *tensors = ctx.saved_tensors
-    want_bias = any(ctx.needs_input_grad[3:6])
-    dq, dk, dv, *bias = triton_backward_op(grad, out, lse, windows, want_bias, *tensors, *ctx.plain)
-    wanted = [
-        gradient if ctx.needs_input_grad[3 + index] and tensors[3 + index] is not None else None
-        for index, gradient in enumerate(bias)
-    ]
-    return dq, dk, dv, *wanted, *([None] * 12)
+    return gradients_by(triton_backward_op, ctx, grad)
 
 
-triton_op.register_autograd(_backward, setup_context=_setup)
+triton_op.register_autograd(_backward, setup_context=save_for_backward)
 triton_backward_op.register_autograd(no_double_backward)
 triton_op.register_vmap(no_vmap)
 triton_backward_op.register_vmap(no_vmap)
