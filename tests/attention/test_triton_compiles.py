@@ -65,7 +65,7 @@ class Compiler:
 @pytest.fixture(params=[90, 86], ids=["hopper", "ampere"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Kernels are compiled instead of launched; what came out, in this list."""
-    from trainshort.attention.triton import backward, decode, decoding, forward, plan, tuning, windows
+    from trainshort.attention.triton import backward, decode, decoding, forward, plan, program, tuning, windows
 
     found: list[Any] = []
     for module in (windows, forward, backward):
@@ -73,8 +73,9 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(module, name, Compiler(getattr(module, name), request.param, found))
     for name in ("split_kernel", "join_kernel"):
         monkeypatch.setattr(decoding, name, Compiler(getattr(decode, name), request.param, found))
-    monkeypatch.setattr(plan, "interpreted", lambda: True)  # remember nothing
-    monkeypatch.setattr(decoding, "interpreted", lambda: True)
+    for module in (plan, program):
+        monkeypatch.setattr(module, "interpreted", lambda: True)  # remember nothing
+    monkeypatch.setattr(decoding, "_programs", {})
     for module in (plan, tuning):
         monkeypatch.setattr(module, "is_hopper", lambda device: request.param == 90)
     monkeypatch.setattr(plan, "_plans", {})
@@ -129,8 +130,11 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
         tolerance=default_tolerance(q.dtype), **about,
     )  # fmt: skip
-    out, lse, windows = launch.forward(problem)
-    launch.backward(problem, q, out, lse, windows, case.get("want_bias", False))
+    call = launch.prepare(problem)
+    results = launch.forward(call, q, k, k)
+    bias = problem.bias
+    learned = (bias.slopes, bias.future, None) if isinstance(bias, LinearBias) else (None, None, bias and bias.table)
+    launch.backward(call, q, launch.Saved(q, k, k, *learned, *results), case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
 
 

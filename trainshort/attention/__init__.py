@@ -30,6 +30,7 @@ from trainshort.attention.problem import (
     check_values,
     default_tolerance,
 )
+from trainshort.attention.triton import known
 from trainshort.attention.triton import op as triton_ops
 from trainshort.attention.triton.shapes import LARGEST_DIM
 from trainshort.attention.windows import certified_blocks
@@ -127,6 +128,12 @@ def attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    key = None
+    if isinstance(bias, LinearBias) and _may_be_known(q, backend, key_padding_mask, cu_seqlens, key_norms):
+        key = known.signature(q, k, v, bias, causal, scale, tolerance, query_start)
+        call = None if key is None else known.recall(key)
+        if call is not None:
+            return triton_ops.attend_again(call, q, k, v, bias.slopes)
     problem = _problem(q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     chosen = backend_for(problem.q) if backend == "auto" else backend
     if backend == "triton":
@@ -138,11 +145,16 @@ def attention(
         return plain.attend(problem)
     recording = _recording(problem)
     if chosen == "triton":
-        eager, decoding = _eager(problem), not recording and _is_decoding(problem)
+        eager, decoding = known.is_eager(*_parts(problem)), not recording and _is_decoding(problem)
         if decoding:
             return triton_ops.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
-        return triton_ops.attend(problem) if eager else triton_ops.triton_op(*op.pack(problem))[0]
-    if not recording and _eager(problem) and decode.fits(problem):
+        if not eager:
+            return triton_ops.triton_op(*op.pack(problem))[0]
+        attended = triton_ops.attend(problem)
+        if key is not None and not _is_decoding(problem):
+            known.remember(key, problem)
+        return attended
+    if not recording and known.is_eager(*_parts(problem)) and decode.fits(problem):
         # Without the operator's bookkeeping, where a step takes microseconds.
         if problem.key_padding_mask is not None:
             check_values(problem)
@@ -188,7 +200,7 @@ def certified_windows(
     problem = _problem(q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     check_values(problem)
     with torch.no_grad():
-        if backend_for(problem.q) == "triton" and _eager(problem):
+        if backend_for(problem.q) == "triton" and known.is_eager(*_parts(problem)):
             found = triton_ops.certified_blocks(problem, block)
             if found is not None:
                 return found
@@ -204,9 +216,7 @@ def backend_for(q: Tensor) -> str:
 
 
 def _default_slopes(q: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or _modes() or type(q) not in (Tensor, torch.nn.Parameter):
-        return alibi_slopes(q.shape[1], q.device)
-    return _kept_slopes(q.shape[1], q.device)
+    return _kept_slopes(q.shape[1], q.device) if known.is_eager(q) else alibi_slopes(q.shape[1], q.device)
 
 
 @lru_cache(maxsize=64)
@@ -232,16 +242,11 @@ def _recording(problem: Problem) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _parts(problem))
 
 
-def _eager(problem: Problem) -> bool:
-    """Whether plain tensors are computed right now, with nobody tracing or transforming."""
-    if torch.compiler.is_compiling() or not all(type(t) in (Tensor, torch.nn.Parameter) for t in _parts(problem)):
+def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
+    """Whether this could be a call to the Triton kernels without any of these other arguments."""
+    if backend not in ("auto", "triton") or not isinstance(q, Tensor):
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None and not _modes()
-
-
-def _modes() -> bool:
-    """Whether somebody listens to every operator: a FakeTensorMode, a counter of operations."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return (q.is_cuda or (INTERPRETED and backend == "triton")) and all(other is None for other in others)
 
 
 def _is_decoding(problem: Problem) -> bool:

@@ -266,9 +266,9 @@ def _check_key_norms_shape(norms: Tensor, k: Tensor) -> None:
 def check_values(problem: Problem) -> None:
     """What only the contents can tell: positive slopes, no holes in the padding, borders in order."""
     if isinstance(problem.bias, LinearBias):
-        _require_positive("slopes", problem.bias.slopes)
+        require_positive("slopes", problem.bias.slopes)
         if problem.bias.future is not None:
-            _require_positive("future", problem.bias.future)
+            require_positive("future", problem.bias.future)
     mask = problem.key_padding_mask
     if mask is not None and mask.shape[1] > 1:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
@@ -305,7 +305,7 @@ def _is_known(slopes: Tensor) -> bool:
     return False
 
 
-def _require_positive(name: str, slopes: Tensor) -> None:
+def require_positive(name: str, slopes: Tensor) -> None:
     if _is_known(slopes):
         return
     good = (slopes > 0) & torch.isfinite(slopes)

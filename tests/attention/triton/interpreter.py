@@ -18,9 +18,10 @@ UNIT = 64
 
 def forget() -> None:
     """What is remembered of shapes and tiles: plans keep them."""
-    from trainshort.attention.triton import plan, tuning
+    from trainshort.attention.triton import decoding, known, plan, tuning
 
-    plan._plans.clear()
+    for remembered in (plan._plans, known._calls, decoding._programs):
+        remembered.clear()
     tuning.tiles_for.cache_clear()
 
 
@@ -79,11 +80,10 @@ def window_parts(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FIRST, LAST, UNTIL and SINCE as the window kernels leave them; in causal attention first and third twice."""
     from trainshort.attention.triton import launch
 
-    call = launch.prepare(problem_of(case))
-    windows = launch.find_windows(call)
-    queries, keys = call.plan.units, call.plan.key_units
+    plan, windows = launch.find_windows(launch.prepare(problem_of(case)), case.q, case.k)
+    queries, keys = plan.units, plan.key_units
     sizes = [queries, keys] if case.causal else [queries, queries, keys, keys]
-    assert windows.shape[2] == call.plan.width == sum(sizes) > 0
+    assert windows.shape[2] == plan.width == sum(sizes) > 0
     parts = windows.split(sizes, dim=2)
     return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
 

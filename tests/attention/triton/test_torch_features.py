@@ -246,10 +246,10 @@ def test_inputs_are_left_alone() -> None:
 
 def test_what_a_plan_remembers_is_all_that_it_is_found_by() -> None:
     """A plan keeps strides of its first call: problems with others must not share it."""
-    from trainshort.attention.triton import launch
+    from trainshort.attention.triton.plan import kind_of, plan_for
 
     case = random_case(**CASES["left_right"] | {"batch": 2})
     by_row = replace(case, future=STEEP_BY_ROW)
-    one, other = launch.prepare(problem_of(case)), launch.prepare(problem_of(by_row))
+    one, other = (plan_for(kind_of(problem_of(c)), c.q, c.k, c.v) for c in (case, by_row))
     assert one.stride_slope != other.stride_slope
-    assert one.plan is not other.plan
+    assert one is not other

@@ -16,9 +16,9 @@ from trainshort.attention.triton.tiles import BUCKET, LINEAR, UNIT
 
 @triton.jit(do_not_specialize=["start", "Tk", "norm_count"])
 def split_kernel(
-    Q, K, V, PARTS, SUMS, SLOPES, LINE, NORMS, SEQ,
+    Q, K, V, PARTS, SUMS, SLOPES, LINE, NORMS, SEQ, norm_count, Tk, start, scale, budget,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_nb, stride_nh, stride_slope, norm_count, H, group, Tq, Tk, start, reach, scale, budget,
+    stride_nb, stride_nh, stride_slope, H, group, Tq, reach,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
     WINDOWS: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,12 +11,16 @@ from torch import Tensor
 from trainshort.attention.bias import BucketBias, LinearBias
 from trainshort.attention.problem import Problem
 from trainshort.attention.triton.decode import join_kernel, split_kernel
-from trainshort.attention.triton.launch import bucket_line, plain_slopes, rows_contiguous, sequences_of
-from trainshort.attention.triton.plan import interpreted
+from trainshort.attention.triton.driver import Launch
+from trainshort.attention.triton.launch import bucket_line, numbers_of, plain_slopes, rows_contiguous, sequences_of
+from trainshort.attention.triton.plan import BUCKET, LINEAR, NONE
+from trainshort.attention.triton.program import Program
 
 SHARES = 4 * 132  # programs that keep a large GPU busy
 MOST_SPLITS = 64
-_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+NUMBERS = ("norm_count", "keys", "start", "scale", "budget")
+_MOST = 512  # programs to remember
+_programs: dict[tuple[Any, ...], Program] = {}
 
 
 def decode(problem: Problem) -> Tensor:
@@ -51,33 +54,46 @@ def decode(problem: Problem) -> Tensor:
     sums = torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device)
     wide = q.element_size() == 4
     group = heads // kv_heads
-    precision = "tf32" if wide and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    block_dim = max(16, triton.next_power_of_2(dim))
-    # In the order of the kernel's parameters.
     constants = {
-        "D": dim, "BD": block_dim, "BM": max(16, triton.next_power_of_2(group * queries)), "BN": 32 if wide else 64,
-        "BIAS": 1 if isinstance(bias, LinearBias) else 2 if isinstance(bias, BucketBias) else 0, "WINDOWS": windows,
-        "RAGGED": ragged, "SPLITS": splits, "PRECISION": precision, "STAGES": 1 if wide else 3,
+        "D": dim,
+        "BD": max(16, triton.next_power_of_2(dim)),
+        "BM": max(16, triton.next_power_of_2(group * queries)),
+        "BN": 32 if wide else 64,
+        "BIAS": LINEAR if isinstance(bias, LinearBias) else BUCKET if isinstance(bias, BucketBias) else NONE,
+        "WINDOWS": windows,
+        "RAGGED": ragged,
+        "SPLITS": splits,
+        "PRECISION": "tf32" if wide and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "STAGES": 1 if wide else 3,
         "CHUNK": min(1024, triton.next_power_of_2(max(norm_count, 1))),
-    }  # fmt: skip
+    }
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *norm_strides, stride_slope)
-    pointers = tuple(t.data_ptr() % 16 for t in (q, k, v, norms))
-    key = (*strides, *constants.values(), *pointers, heads, group, queries, reach, q.dtype, q.device)
-    grid, join_grid = (splits, kv_heads, batch), (queries, heads, batch)
-    arguments = (
-        q, k, v, parts, sums, slopes, line, norms, sequences, *strides, norm_count, heads, group, queries, keys,
-        start, reach, float(problem.scale), -math.log(problem.tolerance) if windows else 0.0,
-    )  # fmt: skip
-    joined = (parts, sums, out, *out.stride()[:3], heads, queries)
-    if key in _compiled:
-        split, join = _compiled[key]
-        split[grid](*arguments, *constants.values())
-        join[join_grid](*joined, dim, block_dim, splits)
-        return out
-    split = split_kernel[grid](*arguments, **constants, num_warps=4)
-    join = join_kernel[join_grid](*joined, D=dim, BD=block_dim, SPLITS=splits, num_warps=4)
-    if not interpreted():
-        if len(_compiled) >= 512:
-            _compiled.clear()
-        _compiled[key] = (split, join)
+    places = tuple(t.data_ptr() % 16 for t in (q, k, v, norms, slopes))
+    key = (*strides, *constants.values(), *places, batch, heads, queries, reach, q.dtype, norms.dtype, q.device)
+    program = _programs.get(key)
+    if program is None:
+        if len(_programs) >= _MOST:
+            _programs.clear()
+        sizes = (*strides, heads, group, queries, reach)
+        program = _programs[key] = _program(sizes, constants, (splits, kv_heads, batch), out)
+    start, scale, _, budget = numbers_of(problem, start)
+    program.run((q, k, v, parts, sums, out, slopes, line, norms, sequences), (norm_count, keys, start, scale, budget))
     return out
+
+
+def _program(sizes: tuple[int, ...], constants: dict[str, Any], grid: tuple[int, int, int], out: Tensor) -> Program:
+    split = Launch(
+        split_kernel,
+        grid,
+        ("q", "k", "v", "parts", "sums", "slopes", "line", "norms", "sequences", *NUMBERS, *sizes),
+        constants | {"num_warps": 4},
+    )
+    batch, heads, queries, _ = out.shape
+    join = Launch(
+        join_kernel,
+        (queries, heads, batch),
+        ("parts", "sums", "out", *out.stride()[:3], heads, queries),
+        {name: constants[name] for name in ("D", "BD", "SPLITS")} | {"num_warps": 4},
+    )
+    tensors = ("q", "k", "v", "parts", "sums", "out", "slopes", "line", "norms", "sequences")
+    return Program(tensors, NUMBERS, {}, [split, join])

@@ -22,8 +22,9 @@ from trainshort.attention.op import (
     save_for_backward,
     unpack,
 )
-from trainshort.attention.problem import Problem, check_values
-from trainshort.attention.triton.shapes import window_width
+from trainshort.attention.problem import Problem, check_values, require_positive
+from trainshort.attention.triton.known import Known
+from trainshort.attention.triton.shapes import borders_of, window_width
 
 
 @torch.library.custom_op("trainshort::triton", mutates_args=())
@@ -56,13 +57,14 @@ def triton_op(
     )  # fmt: skip
     check_values(problem)
     with on_device(q):
-        return launch.forward(problem)
+        return launch.forward(launch.prepare(problem), q, k, v)
 
 
 @triton_op.register_fake
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     slopes, cu_seqlens, causal, tolerance = rest[1], rest[5], rest[9], rest[11]
-    width = window_width(q, k, slopes is not None, cu_seqlens, causal, tolerance)
+    windows = slopes is not None and tolerance > 0.0
+    width = window_width(q.shape[2], k.shape[2], windows, borders_of(cu_seqlens), causal)
     return (
         torch.empty_like(q),
         q.new_empty(q.shape[:3], dtype=torch.float32),
@@ -103,8 +105,9 @@ def triton_backward_op(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
     )  # fmt: skip
+    saved = launch.Saved(q, k, v, slopes, future, table, out, lse, windows)
     with on_device(q):
-        dq, dk, dv, bias = launch.backward(problem, grad, out, lse, windows, want_bias)
+        dq, dk, dv, bias = launch.backward(launch.prepare(problem), grad, saved, want_bias)
     dpast, dfuture, dtable = (q.new_empty(0) if gradient is None else gradient for gradient in bias)
     return dq, dk, dv, dpast, dfuture, dtable
 
@@ -176,83 +179,73 @@ _STAY: AbstractContextManager[None] = nullcontext()
 
 
 class Attention(torch.autograd.Function):
-    """Output of a problem whose tensors are given apart, so that autograd sees them."""
+    """Output of a call, with those of its tensors that autograd must see given apart."""
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Any, future: Any, table: Any
+        ctx: Any, call: Any, plan: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Any, future: Any, table: Any
     ) -> Tensor:
         from trainshort.attention.triton import launch
 
-        out, lse, windows = launch.forward(problem)
+        out, lse, windows = launch.forward(call, q, k, v, plan)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(out, lse, windows, q, k, v, slopes, future, table)
-            ctx.rest = _rest(problem)
+            ctx.save_for_backward(q, k, v, slopes, future, table, out, lse, windows)
+            ctx.call, ctx.plan = call, plan
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         wanted = ctx.needs_input_grad
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        gradients = compute(ctx.rest, any(wanted[4:]), grad, *ctx.saved_tensors)
-        return None, *(gradient if want else None for gradient, want in zip(gradients, wanted[1:], strict=True))
+        gradients = compute(ctx.call, ctx.plan, any(wanted[5:]), grad, *ctx.saved_tensors)
+        return None, None, *(gradient if want else None for gradient, want in zip(gradients, wanted[2:], strict=True))
 
 
 class _Gradients(torch.autograd.Function):
     """Gradients as a function of their own, for those who ask for a graph of them: it has no way back."""
 
     @staticmethod
-    def forward(ctx: Any, rest: Any, want_bias: bool, grad: Tensor, *saved: Tensor) -> Any:
-        return _gradients(rest, want_bias, grad, *saved)
+    def forward(ctx: Any, call: Any, plan: Any, want_bias: bool, grad: Tensor, *saved: Tensor) -> Any:
+        return _gradients(call, plan, want_bias, grad, *saved)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         no_double_backward(ctx, *gradients)
 
 
-def _gradients(rest: Any, want_bias: bool, grad: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(call: Any, plan: Any, want_bias: bool, grad: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     from trainshort.attention.triton import launch
 
-    out, lse, windows, *tensors = saved
-    with on_device(out):
-        dq, dk, dv, bias = launch.backward(_whole(rest, *tensors), grad, out, lse, windows, want_bias)
+    with on_device(grad):
+        dq, dk, dv, bias = launch.backward(call, grad, launch.Saved(*saved), want_bias, plan)
     return (dq, dk, dv, *bias)
-
-
-def _rest(problem: Problem) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """A problem without the tensors that autograd saves: hooks may store those elsewhere."""
-    bias = problem.bias
-    described: tuple[Any, ...] = ()
-    if isinstance(bias, LinearBias):
-        described = (bias.offset, bias.sees)
-    elif isinstance(bias, BucketBias):
-        described = (bias.max_distance, bias.bidirectional)
-    kept = ("causal", "scale", "tolerance", "key_padding_mask", "cu_seqlens", "query_start", "key_norms")
-    return {name: getattr(problem, name) for name in kept}, described
-
-
-def _whole(rest: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Any, future: Any, table: Any) -> Problem:
-    fields, described = rest
-    bias: Bias = None
-    if slopes is not None:
-        bias = LinearBias(slopes, future, *described)
-    elif table is not None:
-        bias = BucketBias(table, *described)
-    return Problem(q=q, k=k, v=v, bias=bias, **fields)
 
 
 def attend(problem: Problem) -> Tensor:
     """The same as the operator, for plain tensors right now."""
-    bias = problem.bias
-    linear = bias if isinstance(bias, LinearBias) else None
+    from trainshort.attention.triton import launch
+
     check_values(problem)
-    tensors = (
-        linear.slopes if linear else None,
-        linear.future if linear else None,
-        bias.table if isinstance(bias, BucketBias) else None,
-    )
+    learned = _learned(problem.bias)
     with on_device(problem.q):
-        return Attention.apply(problem, problem.q, problem.k, problem.v, *tensors)
+        return Attention.apply(launch.prepare(problem), None, problem.q, problem.k, problem.v, *learned)
+
+
+def attend_again(known: Known, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """A call that is known, with a LinearBias of these slopes."""
+    from trainshort.attention.triton import launch
+
+    require_positive("slopes", slopes)
+    call = launch.Call(known.kind, known.numbers, launch.Inputs(slopes, slopes))
+    with on_device(q):
+        return Attention.apply(call, known.plan, q, k, v, slopes, None, None)
+
+
+def _learned(bias: Bias) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Slopes, future slopes and table."""
+    if isinstance(bias, LinearBias):
+        return bias.slopes, bias.future, None
+    return None, None, bias.table if isinstance(bias, BucketBias) else None
 
 
 def decode(problem: Problem) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 UNIT = 64  # rows and keys: the granularity of certified windows
@@ -10,18 +12,35 @@ SHORTEST = 384  # keys: below, looking for windows costs more than it saves
 LARGEST_DIM = 256
 
 
-def blocks_of(length: int, cu_seqlens: Tensor | None) -> int:
+def borders_of(cu_seqlens: Tensor | None) -> int:
+    """How many borders of packed documents there are."""
+    return 0 if cu_seqlens is None else cu_seqlens.shape[0]
+
+
+def blocks_of(length: int, borders: int) -> int:
     """Blocks of ROWS that hold so many rows, however they fall into documents."""
     blocks = (length + ROWS - 1) // ROWS
-    return blocks if cu_seqlens is None else blocks + max(cu_seqlens.shape[0] - 1, 1)
+    return blocks + max(borders - 1, 1) if borders else blocks
 
 
-def window_width(
-    q: Tensor, k: Tensor, linear: bool, cu_seqlens: Tensor | None, causal: bool, tolerance: float
-) -> int:
+def window_width(queries: int, keys: int, windows: bool, borders: int, causal: bool) -> int:
     """Numbers that describe the windows of a head: FIRST of each query unit and UNTIL of each key unit, and unless
-    causal LAST and SINCE."""
-    if not linear or tolerance <= 0.0 or k.shape[2] < SHORTEST:
+    causal LAST and SINCE. windows: whether a linear bias and a tolerance let keys be skipped."""
+    if not windows or keys < SHORTEST:
         return 0
-    blocks = blocks_of(q.shape[2], cu_seqlens) + blocks_of(k.shape[2], cu_seqlens)
+    blocks = blocks_of(queries, borders) + blocks_of(keys, borders)
     return blocks * (ROWS // UNIT) * (1 if causal else 2)
+
+
+def layout_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Shapes, strides, and where in 16 bytes each begins: by these Triton compiles kernels anew."""
+    return (
+        q.shape,
+        k.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.data_ptr() % 16,
+        k.data_ptr() % 16,
+        v.data_ptr() % 16,
+    )

@@ -1,0 +1,294 @@
+"""Compiled kernels launched straight through the CUDA driver.
+
+Triton's own launcher looks at every argument of every launch: 15 to 30 µs a kernel, and a short sequence takes seven.
+But for a few addresses and numbers, what the kernels of a program are told is the same each time. So it lies in one
+table in memory: a run writes addresses and numbers into it, and passes each kernel a list of pointers into the table
+that was made beforehand.
+
+What a kernel's parameters are is Triton's own affair, so the layout assumed here is compared with what the driver
+says of the compiled function, and where they differ nothing is launched this way: `UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+DESCRIPTOR_BYTES = 128
+INVALID_CONTEXT = 201
+_FORMATS = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "fp32": "f4x", "f32": "f4x", "fp64": "d"}
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_PROMOTE_TO_128_BYTES = 2  # CUtensorMapL2promotion
+
+
+class UnsupportedError(Exception):
+    """Why kernels cannot be launched straight through the driver."""
+
+
+class Tile(NamedTuple):
+    """An argument: a tensor of four dimensions, read in tiles of so many rows."""
+
+    name: str
+    rows: int
+
+
+class Launch(NamedTuple):
+    """One kernel of a program. Its arguments in order: names of tensors and numbers, tiles, plain numbers."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@lru_cache(maxsize=1)
+def cuda() -> Any:
+    """The CUDA driver's functions."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in {
+            "cuLaunchKernelEx": [ctypes.c_void_p] * 4,
+            "cuTensorMapReplaceAddress": [ctypes.c_void_p] * 2,
+            "cuFuncGetParamInfo": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p],
+            "cuTensorMapEncodeTiled": [
+                ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4,
+            ],
+            "cuGetErrorString": [ctypes.c_int, ctypes.c_void_p],
+            "cuDevicePrimaryCtxRetain": [ctypes.c_void_p, ctypes.c_int],
+            "cuCtxSetCurrent": [ctypes.c_void_p],
+        }.items():  # fmt: skip
+            getattr(library, name).argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(f"the CUDA driver lacks something: {error}") from None
+    return library
+
+
+def check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        cuda().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA could not {what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+class _Table:
+    """Memory that kernels' parameters lie in. First addresses and numbers, eight bytes each, that change."""
+
+    def __init__(self, variable: int) -> None:
+        self.size = 8 * variable
+        self.constants: list[tuple[int, bytes]] = []
+        self.places: dict[Any, int] = {}
+
+    def constant(self, kind: str, value: float) -> int:
+        """The place of a number that stays the same."""
+        key = (kind, value)
+        if key not in self.places:
+            self.places[key] = self.reserve(8)
+            self.constants.append((self.places[key], struct.pack("=" + _FORMATS[kind], value)))
+        return self.places[key]
+
+    def reserve(self, size: int, alignment: int = 8) -> int:
+        place = -(-self.size // alignment) * alignment
+        self.size = place + size
+        return place
+
+    def memory(self) -> tuple[Any, int]:
+        """The table itself, and its address, a multiple of a descriptor's size."""
+        raw = (ctypes.c_char * (self.size + DESCRIPTOR_BYTES))()
+        address = ctypes.addressof(raw)
+        skip = -address % DESCRIPTOR_BYTES
+        table = (ctypes.c_char * self.size).from_buffer(raw, skip)
+        for place, content in self.constants:
+            struct.pack_into(f"={len(content)}s", table, place, content)
+        return table, address + skip
+
+
+class _Descriptor:
+    """A tile copy's description in the table, of the tensor that lies at `address`."""
+
+    def __init__(self, place: int, tensor: int) -> None:
+        self.place, self.tensor, self.address = place, tensor, 0
+
+
+class Direct:
+    """A program ready to run. Made from one run of it through Triton: its launches, what each returned, its tensors.
+
+    names: of tensors (in the order that `run` takes them), then of parts of them; numbers: names, likewise.
+    parts: for each, which tensor, and how many bytes into it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parts: Sequence[tuple[int, int]], numbers: Sequence[str],
+        launches: Sequence[Launch], compiled: Sequence[Any], tensors: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        self.parts = tuple(parts)
+        self.device = tensors[0].device.index or 0
+        self.current_stream = triton.runtime.driver.active.get_current_stream
+        self.lock = threading.Lock()
+        self.stream = 0
+        self.keep = list(compiled)
+        self._replace, self._launch = cuda().cuTensorMapReplaceAddress, cuda().cuLaunchKernelEx
+        slots = {name: 8 * index for index, name in enumerate((*names, *numbers))}
+        kinds: dict[str, str] = {}
+        table = _Table(len(slots))
+        descriptors: dict[Any, _Descriptor] = {}
+        encodings = []
+        layouts = []
+        for launch, handle in zip(launches, compiled, strict=True):
+            places: list[tuple[int, int]] = []  # (place, bytes) of each parameter
+            metas = iter(getattr(handle.metadata, "tensordesc_meta", None) or ())
+            types = list(handle.src.signature.values())[: len(launch.arguments)]
+            for argument, kind in zip(launch.arguments, types, strict=True):
+                if kind == "constexpr":
+                    continue
+                if isinstance(argument, Tile) and not kind.startswith("*"):
+                    meta = _as_dict(next(metas, None))
+                    index = list(names).index(argument.name)
+                    key = (argument.name, *(repr(value) for value in meta.values()))
+                    if key not in descriptors:
+                        descriptors[key] = _Descriptor(table.reserve(DESCRIPTOR_BYTES, DESCRIPTOR_BYTES), index)
+                        encodings.append((descriptors[key], meta, tensors[index]))
+                    places.append((descriptors[key].place, DESCRIPTOR_BYTES))
+                    places += [(table.constant("i32", size), 4) for size in tensors[index].shape]
+                    places += [(table.constant("i64", stride), 8) for stride in tensors[index].stride()]
+                elif isinstance(argument, (str, Tile)):
+                    name = argument if isinstance(argument, str) else argument.name
+                    if kind.startswith("*"):
+                        places.append((slots[name], 8))
+                    elif kinds.setdefault(name, kind) == kind and kind in _FORMATS:
+                        places.append((slots[name], _bytes(kind)))
+                    else:
+                        raise UnsupportedError(f"{name} is {kinds[name]} to one kernel, {kind} to another")
+                elif kind in _FORMATS:
+                    places.append((table.constant(kind, argument), _bytes(kind)))
+                else:
+                    raise UnsupportedError(f"no rule for a number of type {kind}")
+            places += [(table.constant("u64", 0), 8)] * 2  # scratch memory, which these kernels do not have
+            _compare(handle, places)
+            layouts.append((launch, handle, places))
+        self.table, base = table.memory()
+        self._pack = struct.Struct(
+            f"={len(names)}Q" + "".join(_FORMATS[kinds.get(name, "fp64")] for name in numbers)
+        ).pack_into
+        for descriptor, meta, tensor in encodings:
+            descriptor.place += base
+            _encode(descriptor, meta, tensor)
+        self.descriptors = tuple(descriptors.values())
+        self.configs = []
+        self.launches = []
+        for launch, handle, places in layouts:
+            pointers = (ctypes.c_void_p * len(places))(*[base + place for place, _ in places])
+            config = _Config(launch.grid, (32 * handle.metadata.num_warps, 1, 1), handle.metadata.shared)
+            self.keep.append(pointers)
+            self.configs.append(config)
+            self.launches.append((ctypes.addressof(config), handle.function, ctypes.addressof(pointers)))
+
+    def run(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += [addresses[tensor] + offset for tensor, offset in self.parts]
+        stream = self.current_stream(self.device)
+        with self.lock:  # until the last kernel is launched: the driver copies the parameters
+            self._pack(self.table, 0, *addresses, *numbers)
+            for descriptor in self.descriptors:
+                address = addresses[descriptor.tensor]
+                if address != descriptor.address:
+                    check(self._replace(descriptor.place, address), "describe a tensor")
+                    descriptor.address = address
+            if stream != self.stream:
+                for config in self.configs:
+                    config.stream = stream
+                self.stream = stream
+            for launch in self.launches:
+                status = self._launch(*launch, None)
+                if status == INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                    _enter_context(self.device)
+                    status = self._launch(*launch, None)
+                if status:
+                    check(status, "launch a kernel")
+
+
+def record(
+    names: Sequence[str], parts: Sequence[tuple[int, int]], numbers: Sequence[str], launches: Sequence[Launch],
+    compiled: Sequence[Any], tensors: Sequence[Tensor],
+) -> Direct:  # fmt: skip
+    """A program to run straight through the driver, or UnsupportedError."""
+    if os.environ.get("TRAINSHORT_LAUNCH") == "triton":
+        raise UnsupportedError("TRAINSHORT_LAUNCH=triton")
+    if torch.version.hip is not None:
+        raise UnsupportedError("not a CUDA device")
+    for handle in compiled:
+        about = handle.metadata
+        for name, plain in {
+            "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
+            "profile_scratch_size": 0,
+        }.items():  # fmt: skip
+            if getattr(about, name, plain) != plain:
+                raise UnsupportedError(f"a kernel compiled with {name}={getattr(about, name)}")
+    return Direct(names, parts, numbers, launches, compiled, tensors)
+
+
+def _bytes(kind: str) -> int:
+    return 4 if kind.endswith("32") else 8
+
+
+def _as_dict(meta: Any) -> dict[str, Any]:
+    if meta is None:
+        raise UnsupportedError("a tile copy without a description")
+    meta = dict(meta)
+    if meta.get("fp4_padded") or meta.get("is_im2col"):
+        raise UnsupportedError("a tile copy of an unknown kind")
+    return {name: meta[name] for name in ("swizzle", "elem_size", "block_size")}
+
+
+def _compare(handle: Any, places: Sequence[tuple[int, int]]) -> None:
+    """Whether the driver sees the parameters as we do: so many, of these sizes."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    ask = cuda().cuFuncGetParamInfo
+    found: list[int] = []
+    while not ask(handle.function, len(found), ctypes.byref(offset), ctypes.byref(size)):
+        found.append(size.value)
+    if found != [size for _, size in places]:
+        raise UnsupportedError(f"parameters of {found} bytes where {[size for _, size in places]} were expected")
+
+
+def _encode(descriptor: _Descriptor, meta: dict[str, Any], tensor: Tensor) -> None:
+    size = meta["elem_size"]
+    if size != tensor.element_size() or tensor.dtype not in _ELEMENTS:
+        raise UnsupportedError(f"a tile copy of {tensor.dtype}")
+    shape = (ctypes.c_uint64 * 4)(*reversed(tensor.shape))
+    strides = (ctypes.c_uint64 * 3)(*(size * stride for stride in reversed(tensor.stride()[:3])))
+    box = (ctypes.c_uint32 * 4)(*reversed(meta["block_size"]))
+    steps = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    descriptor.address = tensor.data_ptr()
+    check(
+        cuda().cuTensorMapEncodeTiled(
+            descriptor.place, _ELEMENTS[tensor.dtype], 4, descriptor.address, shape, strides, box, steps,
+            0, meta["swizzle"], _PROMOTE_TO_128_BYTES, 0,
+        ),
+        "describe a tensor",
+    )  # fmt: skip
+
+
+def _enter_context(device: int) -> None:
+    context = ctypes.c_void_p()
+    check(cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "find a device")
+    check(cuda().cuCtxSetCurrent(context), "use a device")
