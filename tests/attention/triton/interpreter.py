@@ -76,11 +76,14 @@ def sequences(case: Case) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def window_parts(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FIRST, LAST, UNTIL and SINCE as the window kernels leave them; in causal attention first and third twice."""
+def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FIRST, LAST, UNTIL and SINCE as they are for the backward pass; in causal attention first and third twice."""
     from trainshort.attention.triton import launch
+    from trainshort.attention.triton.plan import kind_of, plan_for
 
-    plan, windows = launch.find_windows(launch.prepare(problem_of(case)), case.q, case.k)
+    problem = problem_of(case)
+    plan = plan_for(kind_of(problem), case.q, case.k, case.v)
+    _, _, windows = launch.forward(launch.prepare(problem), case.q, case.k, case.v)
     queries, keys = plan.units, plan.key_units
     sizes = [queries, keys] if case.causal else [queries, queries, keys, keys]
     assert windows.shape[2] == plan.width == sum(sizes) > 0
@@ -88,9 +91,22 @@ def window_parts(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
 
 
-def kept_by_kernels(case: Case) -> Tensor:
-    """The pairs inside FIRST and LAST of the window kernels: bool [B, H, Tq, Tk]."""
-    first, last, _, _ = window_parts(case)
+def kept_by_forward(case: Case) -> Tensor:
+    """The pairs inside the windows of the forward pass: bool [B, H, Tq, Tk]."""
+    from trainshort.attention.triton import launch
+
+    _, windows = launch.find_windows(launch.prepare(problem_of(case)), case.q, case.k)
+    assert windows is not None
+    return pairs(case, *windows)
+
+
+def kept_by_backward(case: Case) -> Tensor:
+    first, last, _, _ = backward_windows(case)
+    return pairs(case, first, last)
+
+
+def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:
+    """The pairs inside windows of key units by query unit: bool [B, H, Tq, Tk]."""
     batch, heads, queries, _ = case.q.shape
     keys = case.k.shape[2]
     kept = torch.zeros((batch, heads, queries, keys), dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def decode(problem: Problem) -> Tensor:
             _programs.clear()
         sizes = (*strides, heads, group, queries, reach)
         program = _programs[key] = _program(sizes, constants, (splits, kv_heads, batch), out)
-    start, scale, _, budget = numbers_of(problem, start)
+    start, scale, *_ = numbers_of(problem, start)
+    budget = -math.log(problem.tolerance) if windows else 0.0
     program.run((q, k, v, parts, sums, out, slopes, line, norms, sequences), (norm_count, keys, start, scale, budget))
     return out
 

@@ -6,6 +6,10 @@ Key tiles fall into five ranges, of which causal attention has the first three:
 
 Only masked tiles compare positions. In the others the bias is a term of the query plus a term of the key, and in
 causal attention the query's term is left out: it cancels in the softmax, and goes into the log-sum-exp at the end.
+
+The nearest keys come first. So by the time that far ones are visited, what they add is known to matter or not: FOUND
+is the last tile outwards beyond which no query of this program has more than `share` of its mass. The window was a
+bound from norms; this is what the scores themselves say, and all that the backward pass needs to visit.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from trainshort.attention.triton.tiles import (
     NONE,
     PAST,
     ROWS,
+    UNIT,
     full_bias,
     load_rows,
     place,
@@ -58,13 +63,17 @@ def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAU
 
 @triton.jit
 def _visit(
-    acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, first, end, p, lo, hi, ref, mp, mf,
-    offset, reach, scale,
+    acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, first, end, p, lo, hi,
+    ref, mp, mf, offset, reach, scale, share,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SIDE: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take in the key tiles of one range."""
-    for key in tl.range(first, end, BN, num_stages=STAGES):
+    """Take in the key tiles of one range, upwards or DOWN. rest: the mass since the tile in `found`, if TRACKed."""
+    for step in tl.range(first, end, BN, num_stages=STAGES):
+        key = step
+        if DOWN:
+            key = end - BN - (step - first)
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
@@ -81,27 +90,33 @@ def _visit(
             if BIAS == LINEAR and not CAUSAL:
                 s += row[:, None]
         top = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(top == -float("inf"), 0.0, top) if SIDE == MASKED else top
+        shift = tl.where(top == -float("inf"), 0.0, top)
         w = tl.exp2(s - shift[:, None])
         fade = tl.exp2(m - shift)
-        l = l * fade + tl.sum(w, 1)
+        weight = tl.sum(w, 1)
+        l = l * fade + weight
+        if TRACK:
+            rest = rest * fade + weight
+            matters = ~(rest <= share * l)  # NaN does
+            found = tl.where(matters, key if DOWN else key + BN, found)
+            rest = tl.where(matters, 0.0, rest)
         acc = acc * fade[:, None]
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
         acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
         m = top
-    return acc, l, m
+    return acc, l, m, rest, found
 
 
 @triton.jit(do_not_specialize=["start"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
-    start, scale,
+    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    start, scale, share,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_slope, stride_window,
+    stride_ob, stride_oh, stride_ot, stride_slope, units,
     H, group, Tq, Tk, offset, reach,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
 ):  # fmt: skip
     part = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
@@ -123,7 +138,7 @@ def forward_kernel(
         mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
     if BIAS == BUCKET:
         LINE += h * (2 * reach + 1)
-    unit0 = (b * H + h) * stride_window
+    unit0 = (b * H + h) * units
     if PACKED:
         unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
     r = row + tl.arange(0, BM)
@@ -136,27 +151,43 @@ def forward_kernel(
     acc = tl.zeros([BM, BD], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
-    acc, l, m = _visit(
-        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, c0, u0, p, lo, hi, ref, mp, mf,
-        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1,
+    rest = tl.zeros([BM], tl.float32)
+    found = tl.zeros([BM], tl.int32) + n1
+    acc, l, m, rest, found = _visit(
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n1, n2, p, lo, hi,
+        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, True, False, TMA, PRECISION,
+        STAGES,
     )  # fmt: skip
-    acc, l, m = _visit(
-        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, n1, p, lo, hi, ref, mp, mf,
-        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, PAST, TMA, PRECISION, STAGES,
+    acc, l, m, rest, found = _visit(
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, n1, p, lo, hi,
+        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, PAST, True, TRACK, TMA, PRECISION, STAGES,
     )  # fmt: skip
-    acc, l, m = _visit(
-        acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n1, n2, p, lo, hi, ref, mp, mf,
-        offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, STAGES,
+    acc, l, m, rest, found = _visit(
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, c0, u0, p, lo, hi,
+        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, True, TRACK, TMA, PRECISION, 1,
     )  # fmt: skip
+    if TRACK:
+        G: tl.constexpr = BM if BM < UNIT else UNIT
+        at = unit0 * (UNIT // G) + row // G + tl.arange(0, BM // G)
+        written = row + tl.arange(0, BM // G) * G < nq
+        least = tl.min(tl.where(some, found, FAR).reshape(BM // G, G), 1)
+        tl.store(FOUND_FIRST + at, least // UNIT, mask=written)
     if not CAUSAL:
-        acc, l, m = _visit(
-            acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n2, u1, p, lo, hi, ref, mp, mf,
-            offset, reach, scale, D, BD, BN, BIAS, CAUSAL, FUTURE, TMA, PRECISION, STAGES,
+        rest = tl.zeros([BM], tl.float32)
+        found = tl.zeros([BM], tl.int32) + n2
+        acc, l, m, rest, found = _visit(
+            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n2, u1, p, lo, hi,
+            ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, FUTURE, False, TRACK, TMA, PRECISION,
+            STAGES,
         )  # fmt: skip
-        acc, l, m = _visit(
-            acc, l, m, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u1, c1, p, lo, hi, ref, mp, mf,
-            offset, reach, scale, D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1,
+        acc, l, m, rest, found = _visit(
+            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u1, c1, p, lo, hi,
+            ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, False, TRACK, TMA, PRECISION,
+            1,
         )  # fmt: skip
+        if TRACK:
+            most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)
+            tl.store(FOUND_LAST + at, (most + UNIT - 1) // UNIT, mask=written)
 
     out = tl.where(some[:, None], acc / l[:, None], 0.0)
     store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)

@@ -21,7 +21,7 @@ _calls: dict[tuple[Any, ...], Known] = {}
 
 class Known(NamedTuple):
     kind: Any
-    numbers: tuple[int, float, float, float]
+    numbers: Any
     plan: Any
 
 

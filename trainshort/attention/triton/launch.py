@@ -20,6 +20,7 @@ from trainshort.attention.windows import visible_blocks
 
 LOG2E = math.log2(math.e)
 LARGEST = 3.4028234e38  # of float32
+SLACK = 0.999  # for the rounding of sums that are compared with a share of the tolerance
 
 
 class Inputs(NamedTuple):
@@ -34,11 +35,21 @@ class Inputs(NamedTuple):
     unit0: Tensor | None = None  # int32 [documents]: first unit of each
 
 
+class Numbers(NamedTuple):
+    """What kernels are told of a call, in the order of programs.NUMBERS."""
+
+    start: int  # position of query 0
+    scale: float
+    log2_scale: float
+    budget: float  # -ln of the mass that the forward pass may skip on one side
+    share: float  # the mass that the backward pass may skip on one side beyond that
+
+
 class Call(NamedTuple):
     """What a problem is without its q, k and v."""
 
     kind: Kind
-    numbers: tuple[int, float, float, float]  # position of query 0, scale, scale in log2, -ln(tolerance)
+    numbers: Numbers
     inputs: Inputs
 
 
@@ -66,15 +77,20 @@ def prepare(problem: Problem) -> Call:
     return Call(kind, numbers_of(problem, start), inputs)
 
 
-def numbers_of(problem: Problem, start: int | Tensor) -> tuple[int, float, float, float]:
+def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
     assert isinstance(start, int)
     if not -(2**31) <= start < 2**31 - problem.q.shape[2]:
         raise ValueError(f"backend 'triton' counts positions up to 2^31, got query_start {start}")
-    budget = 0.0
-    if problem.tolerance > 0.0:
-        budget = -math.log(problem.tolerance) + (0.0 if problem.causal else math.log(2.0))
+    # Half of the tolerance for the forward pass, half for the backward pass; of each, half for either side.
+    share = problem.tolerance / (2 if problem.causal else 4)
     scale = min(max(float(problem.scale), -LARGEST), LARGEST)
-    return start, scale, min(max(scale * LOG2E, -LARGEST), LARGEST), budget
+    return Numbers(
+        start=start,
+        scale=scale,
+        log2_scale=min(max(scale * LOG2E, -LARGEST), LARGEST),
+        budget=-math.log(share) if share > 0.0 else 0.0,
+        share=share * SLACK,
+    )
 
 
 def plain_slopes(slopes: Tensor) -> Tensor:
@@ -131,17 +147,21 @@ def _read(plan: Plan, inputs: Inputs) -> list[Tensor]:
     return [*given, plan.sees, plan.order]
 
 
-def find_windows(call: Call, q: Tensor, k: Tensor) -> tuple[Plan, Tensor]:
-    """The plan, and FIRST, LAST, UNTIL and SINCE: int32 [B, H, width]; width 0 where everything is visited."""
+def find_windows(call: Call, q: Tensor, k: Tensor) -> tuple[Plan, tuple[Tensor, Tensor] | None]:
+    """The plan, and the first and one-past-last key unit of every query unit that the forward pass visits, each int32
+    [B, H, units]; causal attention stops at the diagonal, whatever the second says. None: it visits everything."""
     q, k = rows_contiguous(q), rows_contiguous(k)
     plan = plan_for(call.kind, q, k, k)
-    windows = torch.empty((plan.batch, plan.heads, plan.width), dtype=torch.int32, device=q.device)
-    if windows.numel():
-        if plan.finding is None:
-            plan.finding = programs.finding(plan)
-        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=q.device)
-        plan.finding.run((q, k, k, windows, scratch, *_read(plan, call.inputs)), call.numbers)
-    return plan, windows
+    if plan.width == 0 or q.numel() == 0:
+        return plan, None
+    if plan.finding is None:
+        plan.finding = programs.finding(plan)
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=q.device)
+    plan.finding.run((q, k, k, scratch, *_read(plan, call.inputs)), call.numbers)
+    shape = (plan.batch, plan.heads, plan.units)
+    starts = (plan.scratch_parts[name].offset for name in ("from", "to"))
+    first, last = (scratch[start:].view(torch.int32)[: math.prod(shape)].view(shape) for start in starts)
+    return plan, (first, last)
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
@@ -150,9 +170,9 @@ def certified_blocks(problem: Problem, block: int) -> Tensor | None:
         return None
     call = prepare(problem)
     plan, windows = find_windows(call, problem.q, problem.k)
-    if plan.width == 0:
+    if windows is None:
         return None
-    first, last = windows, windows[..., plan.units :]
+    first, last = windows
     low, high = visible_blocks(problem, block)  # [B, H, blocks]
     units = -(-plan.queries // UNIT)
     offset = 0 if call.inputs.sequences is None else call.inputs.sequences[:, None, None, 2]
@@ -169,8 +189,13 @@ def certified_blocks(problem: Problem, block: int) -> Tensor | None:
     return torch.stack((low, high), dim=-1).masked_fill(empty[..., None], 0).to(torch.int32)
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log-sum-exp [B, H, Tq] in units of log2, and windows. plan: if it is known already."""
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, track: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output like q, log-sum-exp [B, H, Tq] in units of log2, and the windows of the backward pass.
+
+    plan: if it is known already. track: whether there will be a backward pass; if not, windows are left unwritten.
+    """
     if plan is None:
         q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
         plan = plan_for(call.kind, q, k, v)
@@ -180,12 +205,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = Non
     windows = torch.empty((plan.batch, plan.heads, plan.width), dtype=torch.int32, device=device)
     if q.numel() == 0 or plan.keys == 0:
         return out.zero_(), lse.fill_(math.inf), windows.zero_()
-    if plan.forward is None:
-        plan.forward = programs.forward(plan, out)
+    program = plan.forwards.get(track)
+    if program is None:
+        program = plan.forwards[track] = programs.forward(plan, out, track)
     scratch = plan.nothing
     if plan.width:
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    plan.forward.run((q, k, v, out, lse, windows, scratch, *_read(plan, call.inputs)), call.numbers)
+    program.run((q, k, v, out, lse, windows, scratch, *_read(plan, call.inputs)), call.numbers)
     return out, lse, windows
 
 

@@ -187,8 +187,9 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         from trainshort.attention.triton import launch
 
-        out, lse, windows = launch.forward(call, q, k, v, plan)
-        if any(ctx.needs_input_grad):
+        recording = any(ctx.needs_input_grad)
+        out, lse, windows = launch.forward(call, q, k, v, plan, recording)
+        if recording:
             ctx.save_for_backward(q, k, v, slopes, future, table, out, lse, windows)
             ctx.call, ctx.plan = call, plan
         return out

@@ -100,14 +100,15 @@ class Plan:
         if self.ordered:
             self.order = alibi_slopes(self.heads).argsort(descending=True).to(device=self.device, dtype=torch.int32)
         self.sequences = max(kind.borders - 1, 1) if self.packed else self.batch
+        self.found_parts = UNIT // min(UNIT, self.tiles["forward"].rows)  # of a unit, that programs look at apart
         self.scratch_parts, self.scratch_bytes = self._scratch()
-        self.forward: Program | None = None
+        self.forwards: dict[bool, Program] = {}  # with what the backward pass needs, or without
         self.finding: Program | None = None  # windows alone
         self.backwards: dict[tuple[Any, ...], Program] = {}
 
     def _scratch(self) -> tuple[dict[str, Part], int]:
-        """Of each sequence: X by head, centre and its length by key head. Of each block: norm, K of past and future,
-        means of runs."""
+        """Of each sequence: X by head, centre and its length by key head. Of each block: means of runs. Of each
+        unit: norm, K of past and future; the window before and after the forward pass."""
         dtype = self.kind.dtype
         key_blocks = self.batch * self.kv_heads * self.key_entries
         blocks = key_blocks * self.group
@@ -115,14 +116,19 @@ class Plan:
             "reach": self.sequences * self.heads * 4,
             "common": self.sequences * self.kv_heads * 4,
             "center": self.sequences * self.kv_heads * self.dim * 4,
-            "norm": key_blocks * 4,
-            "pasts": blocks * 4,
-            "aheads": 0 if self.causal else blocks * 4,
+            "norm": key_blocks * (ROWS // UNIT) * 4,
+            "pasts": blocks * (ROWS // UNIT) * 4,
+            "aheads": 0 if self.causal else blocks * (ROWS // UNIT) * 4,
+            "from": self.batch * self.heads * self.units * 4,
+            "to": 0 if self.causal else self.batch * self.heads * self.units * 4,
+            "found_first": self.batch * self.heads * self.units * self.found_parts * 4,
+            "found_last": 0 if self.causal else self.batch * self.heads * self.units * self.found_parts * 4,
             "means": key_blocks * RUNS_OF_A_BLOCK * self.dim * dtype.itemsize,
         }
         starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes.values())]
+        dtypes = {"means": dtype} | dict.fromkeys(("from", "to", "found_first", "found_last"), torch.int32)
         parts = {
-            name: Part("scratch", start, dtype if name == "means" else torch.float32)
+            name: Part("scratch", start, dtypes.get(name, torch.float32))
             for name, start in zip(sizes, starts, strict=False)
         }
         return parts, starts[-1]

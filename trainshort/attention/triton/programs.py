@@ -18,7 +18,7 @@ COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0} 
 
 # Inputs of a call in their order, then what a plan keeps.
 READ = ("slopes", "futures", "line", "buckets", "sequences", "blocks", "unit0", "sees", "order")
-NUMBERS = ("start", "scale", "log2_scale", "budget")
+NUMBERS = ("start", "scale", "log2_scale", "budget", "share")
 
 
 def _window_parts(plan: Plan) -> dict[str, Part]:
@@ -35,7 +35,6 @@ def _finding_launches(plan: Plan) -> list[Launch]:
     q, k = plan.strides["q"], plan.strides["k"]
     heads, kv_heads, entries = plan.heads, plan.kv_heads, plan.key_entries
     lengths = (plan.queries, plan.keys)
-    chunk = min(1024, triton.next_power_of_2(max(plan.units, plan.key_units)))
     return [
         Launch(
             window_kernels.sample_kernel,
@@ -56,49 +55,58 @@ def _finding_launches(plan: Plan) -> list[Launch]:
             window_kernels.search_kernel,
             (plan.entries, plan.batch, heads),
             (Tile("q", ROWS), "slopes", "futures", "sees", "reach", "common", "norm", "pasts", "aheads", "means",
-             "first", "last", "sequences", "blocks", "unit0", "start", "scale", "budget",
-             *q, plan.stride_slope, plan.width, heads, kv_heads, plan.group, *lengths, entries, plan.kind.offset),
+             "from", "to", "sequences", "blocks", "unit0", "start", "scale", "budget",
+             *q, plan.stride_slope, plan.units, heads, kv_heads, plan.group, *lengths, entries, plan.kind.offset),
             plan.constants(SIDED=plan.sided, PRECISION=plan.precision, CHUNK=128, COARSE=COARSE[plan.kind.dtype],
                            TMA=plan.tma, num_warps=4),
-        ),
-        Launch(
-            window_kernels.order_kernel,
-            (plan.sequences, heads, 1),
-            ("first", "last", "until", "since", "sequences", "unit0", plan.width, heads, *lengths),
-            {"CAUSAL": plan.causal, "RAGGED": plan.kind.ragged, "PACKED": plan.packed, "CHUNK": chunk,
-             "num_warps": 4 if chunk >= 512 else 1},
         ),
     ]  # fmt: skip
 
 
+def _order_launch(plan: Plan) -> Launch:
+    chunk = min(1024, triton.next_power_of_2(max(plan.units, plan.key_units)))
+    return Launch(
+        window_kernels.order_kernel,
+        (plan.sequences, plan.heads, 1),
+        ("found_first", "found_last", "first", "last", "until", "since", "sequences", "unit0",
+         plan.units * plan.found_parts, plan.width, plan.heads, plan.queries, plan.keys),
+        {"CAUSAL": plan.causal, "RAGGED": plan.kind.ragged, "PACKED": plan.packed, "CHUNK": chunk,
+         "PARTS": plan.found_parts, "num_warps": 4 if chunk >= 512 else 1},
+    )  # fmt: skip
+
+
 def finding(plan: Plan) -> Program:
-    """The windows alone."""
+    """The windows of the forward pass alone."""
     return Program(
-        ("q", "k", "v", "windows", "scratch", *READ),
+        ("q", "k", "v", "scratch", *READ),
         NUMBERS,
-        _window_parts(plan) | plan.scratch_parts,
+        plan.scratch_parts,
         _finding_launches(plan),
         plan.block_dim if plan.tma else 0,
     )
 
 
-def forward(plan: Plan, out: Tensor) -> Program:
-    """Windows, if there can be any, and the output. out: one as it will be."""
+def forward(plan: Plan, out: Tensor, track: bool) -> Program:
+    """Windows, if there can be any, the output, and if asked the windows of the backward pass. out: as it will be."""
     tiles, strides = plan.tiles["forward"], plan.strides
+    scratch = ("from", "to", "found_first", "found_last") if plan.width else ("order",) * 4
     launch = Launch(
         forward_kernels.forward_kernel,
         (plan.entries * (ROWS // tiles.rows), plan.batch, plan.heads),
         (Tile("q", tiles.rows), Tile("k", tiles.keys), Tile("v", tiles.keys), "out", "lse", "slopes", "futures",
-         "sees", "line", "first", "last", "sequences", "blocks", "order", "unit0", "start", "log2_scale",
-         *strides["q"], *strides["k"], *strides["v"], *out.stride()[:3], plan.stride_slope, plan.width,
+         "sees", "line", *scratch, "sequences", "blocks", "order", "unit0", "start", "log2_scale", "share",
+         *strides["q"], *strides["k"], *strides["v"], *out.stride()[:3], plan.stride_slope, plan.units,
          *_sizes(plan)),
-        plan.attention_constants(tiles, plan.tma),
+        plan.attention_constants(tiles, plan.tma, TRACK=track and plan.width > 0),
     )  # fmt: skip
+    launches = [launch]
+    if plan.width:
+        launches = [*_finding_launches(plan), launch, *([_order_launch(plan)] if track else ())]
     return Program(
         ("q", "k", "v", "out", "lse", "windows", "scratch", *READ),
         NUMBERS,
         _window_parts(plan) | (plan.scratch_parts if plan.width else {}),
-        [*(_finding_launches(plan) if plan.width else ()), launch],
+        launches,
         plan.block_dim if plan.tma else 0,
     )
 

@@ -1,4 +1,4 @@
-"""Which keys can matter, on the GPU: first and one-past-last key unit of every query unit, in four small kernels.
+"""Which keys can matter, on the GPU: first and one-past-last key unit of every query unit, in three small kernels.
 
 The proof is that of docs/attention.md, with bounds that need no pass over pairs. In nats, for a query of length
 x = scale |q| at position p, and keys counted from their sequence's centre:
@@ -6,13 +6,17 @@ x = scale |q| at position p, and keys counted from their sequence's centre:
     what is skipped   sum over j < f of exp(score)  <=  exp(x K + m (f - 1 - p)) / (1 - e^-m)
     what is there     log-sum-exp  >=  ln sum over runs of R near keys of R exp(scale q.mean - m mean distance)
 
-K is not the largest norm but an effective one. Over a block of keys with weights w_j = e^(m j) / sum, the function
+K is not the largest norm but an effective one. Over a unit of keys with weights w_j = e^(m j) / sum, the function
 x -> ln sum w_j exp(x n_j) is convex and zero at zero, so below any X it lies under its chord: at most x K with
 K = ln sum w_j exp(X n_j) / X. Beyond X it rises by at most the largest norm. X is taken from a sample of queries.
+This says nothing of a part of a unit, so f is a multiple of it.
 
     sample_kernel    the centre of the keys, and X, from a few rows
-    bounds_kernel    reads k once: K and the largest norm of each block of keys, means of runs
+    bounds_kernel    reads k once: K and the largest norm of each unit of keys, means of runs
     search_kernel    reads q once: the first and last unit that each query unit cannot do without
+
+After the forward pass, which finds narrower ones (see forward.py), comes one more for the backward pass:
+
     order_kernel     makes them rise with the query, and turns them round: which query units visit a key unit
 
 A number that is not finite, anywhere, means: visit everything.
@@ -56,10 +60,18 @@ def _run_length(SLOPES, FUTURES, b, hk, stride_slope, group):
 
 
 @triton.jit
+def _units(values):
+    """[ROWS] -> [units, UNIT]"""
+    return values.reshape(ROWS // UNIT, UNIT)
+
+
+@triton.jit
 def _effective(n, norm, inside, x, m, away):
-    """K of a block: ln of the mean of exp(x n), weighted by exp(-m away), over x."""
-    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)  # an outlier must not vanish with its weight
-    mean = tl.sum(tl.where(inside, weight * tl.exp(x * (n - norm)), 0.0), 0) / tl.sum(weight, 0)
+    """K of each unit: ln of the mean of exp(x n), weighted by exp(-m away), over x. n: [units, UNIT]."""
+    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)[
+        None, :
+    ]  # an outlier must not vanish with its weight
+    mean = tl.sum(tl.where(inside, weight * tl.exp(x * (n - norm[:, None])), 0.0), 1) / tl.sum(weight, 1)
     effective = norm + tl.log(mean) / x
     return tl.where(effective <= norm, effective, norm)  # NaN as well
 
@@ -126,25 +138,22 @@ def bounds_kernel(
         MEANS + at[:, None] * D + d[None, :], mean.to(k.dtype), mask=(run * R < ROWS)[:, None] & (d < D)[None, :]
     )
 
-    inside = row + r < nk
-    n = _lengths(k.to(tl.float32) - center[None, :], D)
-    norm = tl.max(tl.where(inside, tl.where(n < 1e30, n, float("inf")), 0.0), 0)  # NaN compares false
-    tl.store(NORM + (b * Hk + hk) * blocks + entry, norm)
+    inside = _units(row + r < nk)
+    n = _units(_lengths(k.to(tl.float32) - center[None, :], D))
+    norm = tl.max(tl.where(inside, tl.where(n < 1e30, n, float("inf")), 0.0), 1)  # NaN compares false
+    unit = entry * (ROWS // UNIT) + tl.arange(0, ROWS // UNIT)
+    units = blocks * (ROWS // UNIT)
+    step = tl.arange(0, UNIT)
+    tl.store(NORM + (b * Hk + hk) * units + unit, norm)
     for member in range(group):
         h = hk * group + member
         x = tl.load(REACH + sequence * H + h)
-        at_head = (b * H + h) * blocks + entry
+        at_head = (b * H + h) * units + unit
         mp = tl.load(SLOPES + b * stride_slope + h)
-        tl.store(PASTS + at_head, _effective(n, norm, inside, x, mp, -r + (ROWS - 1)))
+        tl.store(PASTS + at_head, _effective(n, norm, inside, x, mp, -step + (UNIT - 1)))
         if not CAUSAL:
             mf = tl.load(FUTURES + b * stride_slope + h)
-            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, mf, r))
-
-
-@triton.jit
-def _units(values):
-    """[ROWS] -> [units, UNIT]"""
-    return values.reshape(ROWS // UNIT, UNIT)
+            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, mf, step))
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -184,29 +193,28 @@ def search_kernel(
     # What could be missed: the longest keys on either side of these queries.
     common = tl.load(COMMON + sequence * Hk + hk)
     X = tl.load(REACH + sequence * H + h)
-    reach_block = tl.minimum(tl.maximum(origin + ROWS - 1, 0), tl.maximum(nk - 1, 0)) // ROWS
-    norms = NORM + (b * Hk + hk) * blocks + entry0
-    pasts = PASTS + (b * H + h) * blocks + entry0
+    reach_unit = tl.minimum(tl.maximum(origin + ROWS - 1, 0), tl.maximum(nk - 1, 0)) // UNIT
+    norms = NORM + ((b * Hk + hk) * blocks + entry0) * (ROWS // UNIT)
+    pasts = PASTS + ((b * H + h) * blocks + entry0) * (ROWS // UNIT)
+    key_units = (nk + UNIT - 1) // UNIT
     norm, past = b * 0.0, b * 0.0
-    for chunk in range(0, reach_block + 1, CHUNK):
+    for chunk in range(0, reach_unit + 1, CHUNK):
         index = chunk + tl.arange(0, CHUNK)
-        norm = tl.maximum(norm, tl.max(tl.load(norms + index, mask=index <= reach_block, other=0.0), 0))
-        past = tl.maximum(past, tl.max(tl.load(pasts + index, mask=index <= reach_block, other=0.0), 0))
-    outlier = past > 1.1 * tl.load(pasts + reach_block)
+        norm = tl.maximum(norm, tl.max(tl.load(norms + index, mask=index <= reach_unit, other=0.0), 0))
+        past = tl.maximum(past, tl.max(tl.load(pasts + index, mask=index <= reach_unit, other=0.0), 0))
+    outlier = past > 1.1 * tl.load(pasts + reach_unit)
     longest = norm
     norm_ahead, ahead = b * 0.0, b * 0.0
     if not CAUSAL:
-        aheads = AHEADS + (b * H + h) * blocks + entry0
-        from_block = tl.minimum(tl.maximum(origin, 0), tl.maximum(nk - 1, 0)) // ROWS
-        all_blocks = (nk + ROWS - 1) // ROWS
-        for chunk in range(from_block, all_blocks, CHUNK):
+        aheads = AHEADS + ((b * H + h) * blocks + entry0) * (ROWS // UNIT)
+        from_unit = tl.minimum(tl.maximum(origin, 0), tl.maximum(nk - 1, 0)) // UNIT
+        for chunk in range(from_unit, key_units, CHUNK):
             index = chunk + tl.arange(0, CHUNK)
-            norm_ahead = tl.maximum(norm_ahead, tl.max(tl.load(norms + index, mask=index < all_blocks, other=0.0), 0))
-            ahead = tl.maximum(ahead, tl.max(tl.load(aheads + index, mask=index < all_blocks, other=0.0), 0))
+            norm_ahead = tl.maximum(norm_ahead, tl.max(tl.load(norms + index, mask=index < key_units, other=0.0), 0))
+            ahead = tl.maximum(ahead, tl.max(tl.load(aheads + index, mask=index < key_units, other=0.0), 0))
         longest = tl.maximum(norm, norm_ahead)
     past_tail = tl.where(mp < 1e-4, -tl.log(mp) + mp, -tl.log(1.0 - tl.exp(-mp)))
     future_tail = tl.where(mf < 1e-4, -tl.log(mf) + mf, -tl.log(1.0 - tl.exp(-mf)))
-    key_units = (nk + UNIT - 1) // UNIT
     unit0 = (b * H + h) * stride_window
     if PACKED:
         unit0 += tl.load(UNIT0 + sequence)
@@ -243,40 +251,40 @@ def search_kernel(
     some = (row + i < nq) & (hi > lo)
     kept = row + unit * UNIT < nq
 
-    # Keys before `first` hold too little: by row with one K for all blocks,
+    # Keys before `first` hold too little: by row with one K for all units,
     stretch = tl.where(x <= X, x * past, X * past + (x - X) * norm)
     first = i.to(tl.float32) - (stretch * 1.000001 - near + budget + past_tail + 0.01) / mp
     first = tl.where((first > -16777216.0) & (first < 16777216.0), tl.floor(first).to(tl.int32), -FAR)
     first = tl.where(some, tl.maximum(origin + first, 0), FAR)
     best = tl.min(_units(first), 1) // UNIT
-    # and, where some block's K stands out, by query unit with each block's own: no outlier counts at every distance.
+    # and, where some unit's K stands out, by query unit with each key unit's own: an outlier counts where it is.
     if outlier:
         most = tl.max(_units(tl.where(some, x, 0.0)), 1)
         least = tl.min(_units(tl.where(some, near + mp * i.to(tl.float32), float("inf"))), 1)
-        step_cost = mp * UNIT
-        within = tl.log(1.0 - tl.exp(-mp * ROWS)) + past_tail
-        within = tl.where(mp * ROWS < 1e-3, tl.log(ROWS * 1.0) + 0.001, within)
+        step_cost = mp * UNIT * 0.5  # of the decay from unit to unit, half is for the sum over units
+        within = tl.log(1.0 - tl.exp(-mp * UNIT)) + past_tail
+        within = tl.where(mp * UNIT < 1e-3, tl.log(UNIT * 1.0) + 0.001, within)
         series = tl.where(step_cost < 1e-4, -tl.log(step_cost) + step_cost, -tl.log(1.0 - tl.exp(-step_cost)))
         spare = least - budget - series - within - 0.01
         allowed = tl.zeros_like(unit) + FAR
-        for chunk in range(0, reach_block + 1, CHUNK):
+        for chunk in range(0, reach_unit + 1, CHUNK):
             index = chunk + tl.arange(0, CHUNK)
-            own_norm = tl.load(norms + index, mask=index <= reach_block, other=0.0)
-            own_past = tl.load(pasts + index, mask=index <= reach_block, other=0.0)
+            own_norm = tl.load(norms + index, mask=index <= reach_unit, other=0.0)
+            own_past = tl.load(pasts + index, mask=index <= reach_unit, other=0.0)
             reach = tl.where(
                 most[:, None] <= X,
                 most[:, None] * own_past[None, :],
                 X * own_past[None, :] + (most[:, None] - X) * own_norm[None, :],
             )
-            end = (index * ROWS + ROWS - 1 - origin).to(tl.float32)
+            end = (index * UNIT + UNIT - 1 - origin).to(tl.float32)
             rounding = 1e-6 * (reach + mp * tl.abs(end)[None, :])
             room = (spare[:, None] - reach - (mp * end)[None, :] - rounding) / step_cost
             room = tl.where((room > 0.0) & (room < 16777216.0), room, tl.where(room > 0.0, 16777216.0, -1.0))
-            block_end = index[None, :] + 1 + tl.floor(room * 0.9999).to(tl.int32)
-            block_end = tl.where(room >= 0.0, block_end, index[None, :])
-            block_end = tl.where((index <= reach_block)[None, :], block_end, FAR)
-            allowed = tl.minimum(allowed, tl.min(block_end, 1))
-        best = tl.maximum(best, tl.minimum(allowed, key_units) * (ROWS // UNIT))
+            unit_end = index[None, :] + 1 + tl.floor(room * 0.9999).to(tl.int32)
+            unit_end = tl.where(room >= 0.0, unit_end, index[None, :])
+            unit_end = tl.where((index <= reach_unit)[None, :], unit_end, FAR)
+            allowed = tl.minimum(allowed, tl.min(unit_end, 1))
+        best = tl.maximum(best, tl.minimum(allowed, key_units))
     best = tl.where(sees == 2, 0, tl.minimum(best, key_units))
     tl.store(FIRST + unit0 + row // UNIT + unit, best, mask=kept)
     if not CAUSAL:
@@ -317,10 +325,11 @@ def _count(sorted_values, n, key, b):
 
 @triton.jit
 def order_kernel(
-    FIRST, LAST, UNTIL, SINCE, SEQ, UNIT0, stride_window, H, Tq, Tk,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+    FOUND_FIRST, FOUND_LAST, FIRST, LAST, UNTIL, SINCE, SEQ, UNIT0, stride_found, stride_window, H, Tq, Tk,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Make FIRST and LAST rise with the query, so that query units [SINCE, UNTIL) are those that visit a key unit."""
+    """FIRST and LAST from what the forward pass found, in PARTS of a unit, made to rise with the query: so that query
+    units [SINCE, UNTIL) are those that visit a key unit."""
     sequence = tl.program_id(0)
     h = tl.program_id(1)
     b = sequence * 0 if PACKED else sequence
@@ -328,15 +337,22 @@ def order_kernel(
     if RAGGED or PACKED:
         nq, nk = tl.load(SEQ + 5 * sequence + 1), tl.load(SEQ + 5 * sequence + 3)
     at = (b * H + h) * stride_window
+    found_at = (b * H + h) * stride_found
     if PACKED:
         at += tl.load(UNIT0 + sequence)
+        found_at += tl.load(UNIT0 + sequence) * PARTS
     units = (nq + UNIT - 1) // UNIT
+    found_count = (nq + UNIT // PARTS - 1) // (UNIT // PARTS)
     key_units = (nk + UNIT - 1) // UNIT
     chunks = (units + CHUNK - 1) // CHUNK
     carry = b * 0 + FAR
     for back in range(chunks):
         index = (chunks - 1 - back) * CHUNK + tl.arange(0, CHUNK)
-        value = tl.load(FIRST + at + index, mask=index < units, other=FAR)
+        value = tl.zeros_like(index) + key_units
+        for part in tl.static_range(PARTS):
+            place_found = index * PARTS + part
+            found = tl.load(FOUND_FIRST + found_at + place_found, mask=place_found < found_count, other=FAR)
+            value = tl.minimum(value, found)
         value = tl.minimum(tl.associative_scan(value, 0, _smaller, reverse=True), carry)
         carry = tl.min(value, 0)
         tl.store(FIRST + at + index, value, mask=index < units)
@@ -344,7 +360,11 @@ def order_kernel(
         carry = b * 0
         for chunk in range(chunks):
             index = chunk * CHUNK + tl.arange(0, CHUNK)
-            value = tl.load(LAST + at + index, mask=index < units, other=0)
+            value = tl.zeros_like(index)
+            for part in tl.static_range(PARTS):
+                place_found = index * PARTS + part
+                found = tl.load(FOUND_LAST + found_at + place_found, mask=place_found < found_count, other=0)
+                value = tl.maximum(value, found)
             value = tl.maximum(tl.associative_scan(value, 0, _larger), carry)
             carry = tl.max(value, 0)
             tl.store(LAST + at + index, value, mask=index < units)
