@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import sysconfig
@@ -25,17 +24,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from contenders_gpu import (
+    HEADS,
+    TOKENS,
+    block_mask_bytes,
+    compiled_flex,
+    contenders,
+    flex_alibi,
+    flex_buckets,
+    flex_line,
+    inputs,
+    kept,
+    measure,
+    peak,
+)
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench, do_bench_cudagraph
+from triton.testing import do_bench_cudagraph
 
 import trainshort as ts
 
-HEADS, TOKENS = 16, 16384
 PARTS = ("errors", "records", "decoding", "trained", "buckets")
-Call = Callable[..., Tensor]
 
 
 def say(*words: object) -> None:
@@ -45,123 +53,12 @@ def say(*words: object) -> None:
 BEGIN = time.monotonic()
 
 
-def inputs(length: int, dim: int, batch: int | None = None) -> list[Tensor]:
-    """q, k, v and a gradient of the output."""
-    generator = torch.Generator(device="cuda").manual_seed(length + dim)
-    shape = (batch or max(1, TOKENS // length), HEADS, length, dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)]
-
-
-compiled_flex = torch.compile(flex_attention, dynamic=False)
-
-
-def flex_alibi(length: int, slopes: Tensor) -> Call:
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
-
-    def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[h] * (i - j)
-
-    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask)
-
-
-def flex_buckets(length: int, bias: Any) -> Call:
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
-    table = bias.table.detach().float()
-    exact, last, factor = 16, 31, 16 / math.log(bias.max_distance / 16)
-
-    def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        steps = torch.where(i >= j, i - j, 0)
-        coarse = exact + (torch.log(torch.where(steps > 0, steps, 1) / exact) * factor).to(torch.int32)
-        bucket = torch.where(steps < exact, steps, torch.where(coarse > last, last, coarse))
-        return score + table[bucket, h]
-
-    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask)
-
-
-def sdpa(backend: SDPBackend) -> Call:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return call
-
-
-def dense_bias(length: int, slopes: Tensor) -> Call:
-    place = torch.arange(length, device="cuda")
-    distance = (place[:, None] - place[None]).float()
-    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, float("-inf")).to(torch.bfloat16)[None]
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def gpu_time(function: Callable[[], object], calls: int = 6) -> float:
-    """Milliseconds that the kernels of a call take, one after another, without what lies between them."""
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(calls):
-            function()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiled.key_averages()) / calls / 1e3
-
-
-def measure(call: Call, tensors: list[Tensor], gradients: bool = True) -> dict[str, float]:
-    """Milliseconds: forward, backward, both."""
-    q, k, v, grad = (t.detach() for t in tensors)
-    leaves = [t.requires_grad_(gradients) for t in (q, k, v)]
-
-    def timed(function: Callable[[], object]) -> float:
-        return do_bench(function, warmup=15, rep=50, return_mode="median")
-
-    def both() -> object:
-        return torch.autograd.grad(call(*leaves), leaves, grad)
-
-    with torch.no_grad():
-        times = {"forward": timed(lambda: call(*leaves)), "forward_gpu": gpu_time(lambda: call(*leaves))}
-    if gradients:
-        out = call(*leaves)
-        times["backward"] = timed(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
-        times["both"] = timed(both)
-        times["both_gpu"] = gpu_time(both)
-    return {name: round(value, 4) for name, value in times.items()}
-
-
-def peak(call: Call, tensors: list[Tensor]) -> int:
-    """Bytes at the peak of forward and backward beyond inputs, output and gradients."""
-    q, k, v, grad = (t.detach() for t in tensors)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(call(*leaves), leaves, grad)
-    return torch.cuda.max_memory_allocated() - before - 4 * q.numel() * q.element_size()
-
-
-def kept_fraction(q: Tensor, k: Tensor) -> float:
-    windows = ts.certified_windows(q, k, block=64).long()
-    blocks = windows.shape[2]
-    return float((windows[..., 1] - windows[..., 0]).sum() / (windows[..., 0].numel() * (blocks + 1) / 2))
-
-
-def contenders(length: int, slopes: Tensor) -> dict[str, Call]:
-    calls = {
-        "ours": lambda q, k, v: ts.alibi_attention(q, k, v),
-        "ours, tolerance 0": lambda q, k, v: ts.alibi_attention(q, k, v, tolerance=0.0),
-        "FlexAttention": flex_alibi(length, slopes),
-        "cuDNN, no bias": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "flash, no bias": sdpa(SDPBackend.FLASH_ATTENTION),
-    }
-    if length <= 4096:
-        calls["SDPA, dense bias"] = dense_bias(length, slopes)
-    return calls
-
-
 def random_inputs(lengths: list[int], slopes: Tensor) -> list[dict[str, Any]]:
     records = []
     for dim in (128, 64):
         for length in lengths:
             tensors = inputs(length, dim)
-            record: dict[str, Any] = {"length": length, "dim": dim, "kept": kept_fraction(*tensors[:2]), "ms": {}}
+            record: dict[str, Any] = {"length": length, "dim": dim, "ms": {}} | kept(*tensors[:2], slopes)
             for name, call in contenders(length, slopes).items():
                 record["ms"][name] = measure(call, tensors)
             if length == max(lengths):
@@ -169,10 +66,10 @@ def random_inputs(lengths: list[int], slopes: Tensor) -> list[dict[str, Any]]:
                     name: peak(call, tensors)
                     for name, call in contenders(length, slopes).items()
                     if name in ("ours", "FlexAttention")
-                }
+                } | {"FlexAttention's block mask": block_mask_bytes(length)}
             ours, flex, cudnn = (record["ms"][name] for name in ("ours", "FlexAttention", "cuDNN, no bias"))
             say(
-                f"D {dim} N {length}: kept {record['kept']:.3f}; both: "
+                f"D {dim} N {length}: kept {record['kept']:.3f}, {record['kept_backward']:.3f}; both: "
                 f"{flex['both'] / ours['both']:.2f}x flex, {cudnn['both'] / ours['both']:.2f}x cuDNN; on the GPU: "
                 f"{flex['both_gpu'] / ours['both_gpu']:.2f}x, {cudnn['both_gpu'] / ours['both_gpu']:.2f}x; "
                 f"tolerance 0: {flex['both_gpu'] / record['ms']['ours, tolerance 0']['both_gpu']:.2f}x flex"
@@ -230,17 +127,25 @@ def decoding(slopes: Tensor) -> list[dict[str, Any]]:
 
 
 def buckets() -> list[dict[str, Any]]:
-    """T5's bias: forward and backward without the gradient of its table, which FlexAttention's lookup lacks."""
+    """T5's bias: forward and backward, without and with the gradient of its table."""
     records = []
     for length in (2048, 16384):
         tensors = inputs(length, 64)
-        bias = ts.attention.BucketBias(torch.randn(32, HEADS, device="cuda"))
+        table = torch.randn(32, HEADS, device="cuda")
+        learned = table.clone().requires_grad_()
+        bias, learned_bias = ts.attention.BucketBias(table), ts.attention.BucketBias(learned)
         times = {
             "ours": measure(lambda q, k, v, bias=bias: ts.attention(q, k, v, bias=bias), tensors),
-            "FlexAttention": measure(flex_buckets(length, bias), tensors),
+            "FlexAttention": measure(flex_buckets(length, bias, table), tensors),
+            "FlexAttention, by distance": measure(flex_line(length, bias), tensors),
+            "ours, table": measure(
+                lambda q, k, v, bias=learned_bias: ts.attention(q, k, v, bias=bias), tensors, learned
+            ),
         }
+        if length == 2048:  # hundreds of milliseconds: it adds up with atomics
+            times["FlexAttention, table"] = measure(flex_buckets(length, bias, learned), tensors, learned)
         records.append({"length": length, "dim": 64, "ms": times})
-        say("buckets", length, times)
+        say("buckets", length, {name: (round(t["both"], 2), round(t["both_gpu"], 2)) for name, t in times.items()})
     return records
 
 
@@ -294,8 +199,10 @@ def trained(steps: int, slopes: Tensor) -> dict[str, Any]:
         tensors = [q, k, v, torch.randn_like(q)]
         ours = measure(lambda q, k, v: ts.alibi_attention(q, k, v), tensors)
         theirs = measure(flex, tensors)
-        layers.append({"layer": layer, "kept": kept_fraction(q, k), "ms": {"ours": ours, "FlexAttention": theirs}})
-        say(f"layer {layer}: kept {layers[-1]['kept']:.3f}, {theirs['both_gpu'] / ours['both_gpu']:.2f}x flex")
+        ms = {"ours": ours, "FlexAttention": theirs}
+        layers.append({"layer": layer, "ms": ms} | kept(q, k, slopes))
+        shares = f"{layers[-1]['kept']:.3f}, {layers[-1]['kept_backward']:.3f}"
+        say(f"layer {layer}: kept {shares}; {theirs['both_gpu'] / ours['both_gpu']:.2f}x flex")
     return {"steps": steps, "losses": losses, "length": long, "trained_length": length, "dim": dim, "layers": layers}
 
 

@@ -45,16 +45,17 @@ def attention_cpu_all() -> str:
 def attention_gpu() -> str:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     lines = [
-        "| head_dim | length | keys visited | forward + backward, ms | of FlexAttention's speed | "
-        "of cuDNN's, no bias | with the host, ms | FlexAttention, cuDNN with the host, ms |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| head_dim | length | tiles visited, forward, backward | forward + backward, ms | of FlexAttention's speed | "
+        "of cuDNN's, no bias | kernels alone, ms | of FlexAttention's | of cuDNN's |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in data["records"]:
         ours, flex, cudnn = (record["ms"][name] for name in ("ours", "FlexAttention", "cuDNN, no bias"))
         lines.append(
-            f"| {record['dim']} | {record['length']:,} | {record['kept']:.1%} | {ours['both_gpu']:.3f} | "
-            f"**{flex['both_gpu'] / ours['both_gpu']:.2f}×** | **{cudnn['both_gpu'] / ours['both_gpu']:.2f}×** | "
-            f"{ours['both']:.2f} | {flex['both']:.2f}, {cudnn['both']:.2f} |"
+            f"| {record['dim']} | {record['length']:,} | {record['kept']:.1%}, {record['kept_backward']:.1%} | "
+            f"{ours['both']:.3f} | **{flex['both'] / ours['both']:.2f}×** | **{cudnn['both'] / ours['both']:.2f}×** | "
+            f"{ours['both_gpu']:.3f} | {flex['both_gpu'] / ours['both_gpu']:.2f}× | "
+            f"{cudnn['both_gpu'] / ours['both_gpu']:.2f}× |"
         )
     about = data["about"]
     lines += [
@@ -62,6 +63,21 @@ def attention_gpu() -> str:
         f"{about['machine']}; {about['shapes']}; torch {about['torch']}, Triton {about['triton']}, "
         f"commit {about['commit']}.",
     ]
+    return "\n".join(lines) + "\n"
+
+
+def buckets_gpu() -> str:
+    data = json.loads((RESULTS / "attention_gpu.json").read_text())
+    lines = [
+        "| length | ours, ms | FlexAttention, by distance | FlexAttention, by formula | ours, with the table's gradient | "
+        "FlexAttention, with it |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    names = ("FlexAttention, by distance", "FlexAttention", "ours, table", "FlexAttention, table")
+    for record in data["buckets"]:
+        ms = record["ms"]
+        times = [f"{ms[name]['both']:,.2f}" if name in ms else "–" for name in names]
+        lines.append(f"| {record['length']:,} | **{ms['ours']['both']:.2f}** | {' | '.join(times)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -81,6 +97,7 @@ def decoding_gpu() -> str:
 TABLES = {
     "attention_gpu": attention_gpu,
     "decoding_gpu": decoding_gpu,
+    "buckets_gpu": buckets_gpu,
     "attention_cpu": attention_cpu,
     "attention_cpu_all": attention_cpu_all,
 }

@@ -109,12 +109,12 @@ def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:
     """The pairs inside windows of key units by query unit: bool [B, H, Tq, Tk]."""
     batch, heads, queries, _ = case.q.shape
     keys = case.k.shape[2]
-    kept = torch.zeros((batch, heads, queries, keys), dtype=torch.bool)
+    kept = torch.zeros((batch, heads, queries, keys), dtype=torch.bool, device=first.device)
     unit = 0
     for row, q0, nq, k0, nk in sequences(case):
         unit0 = unit if case.cu_seqlens is not None else 0
-        units = unit0 + torch.arange(nq) // UNIT
-        key = torch.arange(nk)
+        units = unit0 + torch.arange(nq, device=first.device) // UNIT
+        key = torch.arange(nk, device=first.device)
         low = first[row][:, units, None] * UNIT  # [H, nq, 1]
         inside = key >= low
         if not case.causal:

@@ -86,7 +86,7 @@ def _query_range(
     return dq, dpast, dfuture, dtable
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
     Q, K, V, DO, OUT, LSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST, LAST,
     SEQ, BLOCKS, ORDER, UNIT0,
@@ -215,7 +215,7 @@ def _key_range(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
     Q, K, V, DO, LSE, DELTA, DK, DV, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER,
     UNIT0,

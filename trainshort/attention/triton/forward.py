@@ -7,9 +7,10 @@ Key tiles fall into five ranges, of which causal attention has the first three:
 Only masked tiles compare positions. In the others the bias is a term of the query plus a term of the key, and in
 causal attention the query's term is left out: it cancels in the softmax, and goes into the log-sum-exp at the end.
 
-The nearest keys come first. So by the time that far ones are visited, what they add is known to matter or not: FOUND
-is the last tile outwards beyond which no query of this program has more than `share` of its mass. The window was a
-bound from norms; this is what the scores themselves say, and all that the backward pass needs to visit.
+The nearest keys come first, and a unit more than the diagonal. What they sum to is known before any far key is
+visited, and with the norms of the keys says which of them can matter at all: those outside [FROM, TO) are never read
+(windows.py). Of the others it turns out whether they did: FOUND is the last tile outwards beyond which no query of
+this program has more than `share` of its mass, and all that the backward pass needs to visit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from trainshort.attention.triton.tiles import (
     split_bias,
     store_rows,
 )
+from trainshort.attention.triton.windows import first_needed, last_needed, lengths
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAU
 @triton.jit
 def _visit(
     acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, first, end, p, lo, hi,
-    ref, mp, mf, offset, reach, scale, share,
+    ref, mp, mf, offset, reach, scale, share, grow,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -97,7 +99,9 @@ def _visit(
         l = l * fade + weight
         if TRACK:
             rest = rest * fade + weight
-            matters = ~(rest <= share * l)  # NaN does
+            # Far tiles fade by the same factor each: one that with all beyond it could make up the share is marked at
+            # once, not when the share is full, many tiles later.
+            matters = ~((rest <= share * l) & (weight * grow <= share * l))  # NaN does
             found = tl.where(matters, key if DOWN else key + BN, found)
             rest = tl.where(matters, 0.0, rest)
         acc = acc * fade[:, None]
@@ -107,23 +111,25 @@ def _visit(
     return acc, l, m, rest, found
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
-    start, scale, share,
+    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, REACH, COMMON, CENTER, NORM, PASTS, NORM_PAST, MOST_PAST,
+    NORM_AHEAD, MOST_AHEAD, FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    start, scale, plain_scale, budget, share,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_slope, units,
+    stride_ob, stride_oh, stride_ot, stride_slope, units, blocks,
     H, group, Tq, Tk, offset, reach,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     part = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
     h = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:
         h = tl.load(ORDER + h)
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    entry = part * BM // ROWS
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
     row = block * ROWS + part * BM % ROWS
     if row >= nq:
         return
@@ -134,60 +140,117 @@ def forward_kernel(
     o_base = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + q0.to(tl.int64) * stride_ot
     mp, mf = 0.0, 0.0
     if BIAS == LINEAR:
-        mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
-        mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
+        past_slope = tl.load(SLOPES + b * stride_slope + h)
+        future_slope = tl.load(FUTURES + b * stride_slope + h)
+        mp, mf = past_slope * 1.4426950408889634, future_slope * 1.4426950408889634
     if BIAS == BUCKET:
         LINE += h * (2 * reach + 1)
-    unit0 = (b * H + h) * units
-    if PACKED:
-        unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
     r = row + tl.arange(0, BM)
     p = start + r
-    lo, hi, some = sight(r, nq, nk, start, sees_of(SEES, h, CAUSAL, SIDED), FIRST, LAST, unit0, CAUSAL, WINDOWS)
+    sees = sees_of(SEES, h, CAUSAL, SIDED)
+    lo, hi, some = sight(r, nq, nk, start, sees, FROM, TO, 0, CAUSAL, False)
     ref = start + row
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
+    near0, near1 = n1, n2
+    if WINDOWS:
+        near0 = tl.maximum(n1 - UNIT, u0)
+        if not CAUSAL:
+            near1 = tl.minimum(n2 + UNIT, u1)
 
     q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
+    if WINDOWS:  # what is known of the queries and of the keys that they may see
+        sequence = tl.load(BLOCKS + 2 * entry) if PACKED else b
+        entry0 = entry - block if PACKED else b * 0
+        kv_heads = H // group
+        d = tl.arange(0, BD)
+        center = tl.load(CENTER + (sequence * kv_heads + hk) * D + d, mask=d < D, other=0.0)
+        wide = q.to(tl.float32)
+        x = lengths(wide, D) * tl.abs(plain_scale)
+        centered = tl.sum(wide * center[None, :], 1) * plain_scale
+        common = tl.load(COMMON + sequence * kv_heads + hk)
+        X = tl.load(REACH + sequence * H + h)
+        key_units = (nk + UNIT - 1) // UNIT
+        last_key = tl.maximum(nk - 1, 0)
+        reach_unit = tl.minimum(tl.maximum(ref + BM - 1, 0), last_key) // UNIT
+        in_key_head = ((b * kv_heads + hk) * blocks + entry0) * (ROWS // UNIT)
+        in_head = ((b * H + h) * blocks + entry0) * (ROWS // UNIT)
+        norm = tl.load(NORM_PAST + in_key_head + reach_unit)
+        past = tl.load(MOST_PAST + in_head + reach_unit)
+        own = tl.load(PASTS + in_head + reach_unit)
+        longest = norm
+        if not CAUSAL:
+            from_unit = tl.minimum(tl.maximum(ref, 0), last_key) // UNIT
+            norm_ahead = tl.load(NORM_AHEAD + in_key_head + from_unit)
+            ahead = tl.load(MOST_AHEAD + in_head + from_unit)
+            longest = tl.maximum(norm, norm_ahead)
+
     acc = tl.zeros([BM, BD], tl.float32)
     l = tl.zeros([BM], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
     rest = tl.zeros([BM], tl.float32)
-    found = tl.zeros([BM], tl.int32) + n1
+    found = tl.zeros([BM], tl.int32) + near0
+    grow = 1.0
     acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n1, n2, p, lo, hi,
-        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, True, False, TMA, PRECISION,
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, near0, near1, p, lo,
+        hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, True, False, TMA,
+        PRECISION, STAGES,
+    )  # fmt: skip
+    if WINDOWS:
+        near = (m + tl.log2(l)) * 0.6931471805599453 - centered
+        if CAUSAL:
+            near -= past_slope * (p - ref).to(tl.float32)
+        # Rounding, of the scores.
+        near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * longest) + 0.002
+        x = tl.where((x < 1e30) & (near > -1e30), x, float("inf"))
+        first = first_needed(
+            x, near, some, ref, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own, past_slope,
+            budget, reach_unit, key_units, BM,
+        )  # fmt: skip
+        c0, u0 = tl.maximum(c0, first * UNIT), tl.maximum(u0, first * UNIT)
+        if not CAUSAL:
+            last = last_needed(x, near, some, ref, X, norm_ahead, ahead, future_slope, offset, budget, nk, BM)
+            c1, u1 = tl.minimum(c1, last * UNIT), tl.minimum(u1, last * UNIT)
+    if TRACK:
+        grow = 1.75 / (1.0 - tl.exp2(-mp * BN))
+    acc, l, m, rest, found = _visit(
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, near0, p, lo, hi,
+        ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, PAST, True, TRACK, TMA, PRECISION,
         STAGES,
     )  # fmt: skip
     acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, n1, p, lo, hi,
-        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, PAST, True, TRACK, TMA, PRECISION, STAGES,
-    )  # fmt: skip
-    acc, l, m, rest, found = _visit(
         acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, c0, u0, p, lo, hi,
-        ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, True, TRACK, TMA, PRECISION, 1,
+        ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, True, TRACK, TMA, PRECISION,
+        1,
     )  # fmt: skip
     if TRACK:
         G: tl.constexpr = BM if BM < UNIT else UNIT
+        unit0 = (b * H + h) * units
+        if PACKED:
+            unit0 += tl.load(UNIT0 + sequence)
         at = unit0 * (UNIT // G) + row // G + tl.arange(0, BM // G)
         written = row + tl.arange(0, BM // G) * G < nq
         least = tl.min(tl.where(some, found, FAR).reshape(BM // G, G), 1)
         tl.store(FOUND_FIRST + at, least // UNIT, mask=written)
+        tl.store(FROM + at, least * 0 + tl.minimum(c0, near0) // UNIT, mask=written)
     if not CAUSAL:
         rest = tl.zeros([BM], tl.float32)
-        found = tl.zeros([BM], tl.int32) + n2
+        found = tl.zeros([BM], tl.int32) + near1
+        if TRACK:
+            grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
         acc, l, m, rest, found = _visit(
-            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, n2, u1, p, lo, hi,
-            ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, FUTURE, False, TRACK, TMA, PRECISION,
-            STAGES,
+            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, near1, u1, p, lo,
+            hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, FUTURE, False, TRACK, TMA,
+            PRECISION, STAGES,
         )  # fmt: skip
         acc, l, m, rest, found = _visit(
             acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u1, c1, p, lo, hi,
-            ref, mp, mf, offset, reach, scale, share, D, BD, BN, BIAS, CAUSAL, MASKED, False, TRACK, TMA, PRECISION,
-            1,
+            ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, False, TRACK, TMA,
+            PRECISION, 1,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)
             tl.store(FOUND_LAST + at, (most + UNIT - 1) // UNIT, mask=written)
+            tl.store(TO + at, most * 0 + (tl.maximum(c1, near1) + UNIT - 1) // UNIT, mask=written)
 
     out = tl.where(some[:, None], acc / l[:, None], 0.0)
     store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)

@@ -154,14 +154,16 @@ def find_windows(call: Call, q: Tensor, k: Tensor) -> tuple[Plan, tuple[Tensor, 
     plan = plan_for(call.kind, q, k, k)
     if plan.width == 0 or q.numel() == 0:
         return plan, None
-    if plan.finding is None:
-        plan.finding = programs.finding(plan)
-    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=q.device)
-    plan.finding.run((q, k, k, scratch, *_read(plan, call.inputs)), call.numbers)
-    shape = (plan.batch, plan.heads, plan.units)
+    *_, scratch = _forward(call, plan, q, k, k, track=True)
+    shape = (plan.batch, plan.heads, plan.units, plan.found_parts)
     starts = (plan.scratch_parts[name].offset for name in ("from", "to"))
     first, last = (scratch[start:].view(torch.int32)[: math.prod(shape)].view(shape) for start in starts)
-    return plan, (first, last)
+    # Parts of a unit beyond the last query were not written.
+    part = torch.arange(plan.units * plan.found_parts, device=q.device).view(shape[2:])
+    written = part * (UNIT // plan.found_parts) < plan.queries
+    if plan.packed:
+        written = torch.ones_like(written)
+    return plan, (first.where(written, 2**30).amin(-1), last.where(written, 0).amax(-1))
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
@@ -199,20 +201,26 @@ def forward(
     if plan is None:
         q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
         plan = plan_for(call.kind, q, k, v)
+    return _forward(call, plan, q, k, v, track)[:3]
+
+
+def _forward(
+    call: Call, plan: Plan, q: Tensor, k: Tensor, v: Tensor, track: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = q.device
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
     windows = torch.empty((plan.batch, plan.heads, plan.width), dtype=torch.int32, device=device)
+    scratch = plan.nothing
     if q.numel() == 0 or plan.keys == 0:
-        return out.zero_(), lse.fill_(math.inf), windows.zero_()
+        return out.zero_(), lse.fill_(math.inf), windows.zero_(), scratch
     program = plan.forwards.get(track)
     if program is None:
         program = plan.forwards[track] = programs.forward(plan, out, track)
-    scratch = plan.nothing
     if plan.width:
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
     program.run((q, k, v, out, lse, windows, scratch, *_read(plan, call.inputs)), call.numbers)
-    return out, lse, windows
+    return out, lse, windows, scratch
 
 
 class Saved(NamedTuple):

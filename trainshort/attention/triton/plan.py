@@ -17,7 +17,6 @@ from trainshort.attention.triton.tuning import Tiles, is_hopper, tiles_for
 
 NONE, LINEAR, BUCKET = 0, 1, 2
 _SIGHTS = {"past": 1, "future": 2, "both": 3}
-RUNS_OF_A_BLOCK = 16  # at most, of keys whose means are kept
 _MOST = 512  # plans to remember
 
 
@@ -88,7 +87,8 @@ class Plan:
         tiled = q.element_size() == 2 and not self.uneven and not kind.tail and (is_hopper(q.device) or interpreted())
         self.tma = tiled and all(can_describe(tensor) for tensor in (q, k, v))
         self.precision = "tf32" if kind.tf32 else "ieee"
-        self.tiles = {name: tiles_for(name, q.dtype, self.dim, q.device) for name in ("forward", "queries", "keys")}
+        kernels = ("forward", "queries", "keys")
+        self.tiles = {name: tiles_for(name, q.dtype, self.dim, q.device, self.width == 0) for name in kernels}
         sights = tuple(_SIGHTS[sight] for sight in kind.sights)
         self.sided = not kind.causal and sights != (3,) * self.heads
         # Stands for tensors that are not there. Not q: a call may outlive it, and it shall not be kept.
@@ -103,35 +103,37 @@ class Plan:
         self.found_parts = UNIT // min(UNIT, self.tiles["forward"].rows)  # of a unit, that programs look at apart
         self.scratch_parts, self.scratch_bytes = self._scratch()
         self.forwards: dict[bool, Program] = {}  # with what the backward pass needs, or without
-        self.finding: Program | None = None  # windows alone
         self.backwards: dict[tuple[Any, ...], Program] = {}
 
     def _scratch(self) -> tuple[dict[str, Part], int]:
-        """Of each sequence: X by head, centre and its length by key head. Of each block: means of runs. Of each
-        unit: norm, K of past and future; the window before and after the forward pass."""
-        dtype = self.kind.dtype
-        key_blocks = self.batch * self.kv_heads * self.key_entries
-        blocks = key_blocks * self.group
+        """Of each sequence: X by head, centre and its length by key head. Of each unit of keys: norm, K of past and
+        future, and the largest of these before and after it. Of each part of a unit of queries: what the forward pass
+        visits, and what it finds to matter."""
+        key_units = self.batch * self.kv_heads * self.key_units
+        parts = self.batch * self.heads * self.units * self.found_parts
         sizes = {
             "reach": self.sequences * self.heads * 4,
             "common": self.sequences * self.kv_heads * 4,
             "center": self.sequences * self.kv_heads * self.dim * 4,
-            "norm": key_blocks * (ROWS // UNIT) * 4,
-            "pasts": blocks * (ROWS // UNIT) * 4,
-            "aheads": 0 if self.causal else blocks * (ROWS // UNIT) * 4,
-            "from": self.batch * self.heads * self.units * 4,
-            "to": 0 if self.causal else self.batch * self.heads * self.units * 4,
-            "found_first": self.batch * self.heads * self.units * self.found_parts * 4,
-            "found_last": 0 if self.causal else self.batch * self.heads * self.units * self.found_parts * 4,
-            "means": key_blocks * RUNS_OF_A_BLOCK * self.dim * dtype.itemsize,
+            "norm": key_units * 4,
+            "norm_past": key_units * 4,
+            "norm_ahead": 0 if self.causal else key_units * 4,
+            "pasts": key_units * self.group * 4,
+            "most_past": key_units * self.group * 4,
+            "aheads": 0 if self.causal else key_units * self.group * 4,
+            "most_ahead": 0 if self.causal else key_units * self.group * 4,
+            "from": parts * 4,
+            "to": 0 if self.causal else parts * 4,
+            "found_first": parts * 4,
+            "found_last": 0 if self.causal else parts * 4,
         }
         starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes.values())]
-        dtypes = {"means": dtype} | dict.fromkeys(("from", "to", "found_first", "found_last"), torch.int32)
-        parts = {
-            name: Part("scratch", start, dtypes.get(name, torch.float32))
+        whole = ("from", "to", "found_first", "found_last")
+        named = {
+            name: Part("scratch", start, torch.int32 if name in whole else torch.float32)
             for name, start in zip(sizes, starts, strict=False)
         }
-        return parts, starts[-1]
+        return named, starts[-1]
 
     def constants(self, **more: Any) -> dict[str, Any]:
         return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -10,11 +12,13 @@ from trainshort.attention.triton import backward as backward_kernels
 from trainshort.attention.triton import forward as forward_kernels
 from trainshort.attention.triton import windows as window_kernels
 from trainshort.attention.triton.driver import Launch, Tile
-from trainshort.attention.triton.plan import RUNS_OF_A_BLOCK, Plan, can_describe
+from trainshort.attention.triton.plan import Plan, can_describe
 from trainshort.attention.triton.program import Part, Program
 from trainshort.attention.triton.shapes import ROWS
 
-COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}  # rounding, relative
+COARSE = {"ieee": 0.0, "tf32": 2.0**-9}  # rounding of products beyond float32's, relative
+SCRATCH = ("reach", "common", "center", "norm", "pasts", "norm_past", "most_past", "norm_ahead", "most_ahead", "from",
+           "to", "found_first", "found_last")  # fmt: skip
 
 # Inputs of a call in their order, then what a plan keeps.
 READ = ("slopes", "futures", "line", "buckets", "sequences", "blocks", "unit0", "sees", "order")
@@ -31,7 +35,7 @@ def _window_parts(plan: Plan) -> dict[str, Part]:
     return {name: Part("windows", 4 * start, torch.int32) for name, start in zip(names, starts, strict=True)}
 
 
-def _finding_launches(plan: Plan) -> list[Launch]:
+def _bounds_launches(plan: Plan) -> list[Launch]:
     q, k = plan.strides["q"], plan.strides["k"]
     heads, kv_heads, entries = plan.heads, plan.kv_heads, plan.key_entries
     lengths = (plan.queries, plan.keys)
@@ -46,62 +50,54 @@ def _finding_launches(plan: Plan) -> list[Launch]:
         Launch(
             window_kernels.bounds_kernel,
             (entries, plan.batch, kv_heads),
-            (Tile("k", ROWS), "slopes", "futures", "center", "reach", "norm", "pasts", "aheads", "means",
+            (Tile("k", ROWS), "slopes", "futures", "center", "reach", "norm", "pasts", "aheads",
              "sequences", "blocks", "start",
              *k, plan.stride_slope, heads, kv_heads, plan.group, *lengths, entries),
-            plan.constants(PRECISION=plan.precision, TMA=plan.tma, RUN_ROWS=RUNS_OF_A_BLOCK, num_warps=4),
+            plan.constants(TMA=plan.tma, num_warps=4),
         ),
         Launch(
-            window_kernels.search_kernel,
-            (plan.entries, plan.batch, heads),
-            (Tile("q", ROWS), "slopes", "futures", "sees", "reach", "common", "norm", "pasts", "aheads", "means",
-             "from", "to", "sequences", "blocks", "unit0", "start", "scale", "budget",
-             *q, plan.stride_slope, plan.units, heads, kv_heads, plan.group, *lengths, entries, plan.kind.offset),
-            plan.constants(SIDED=plan.sided, PRECISION=plan.precision, CHUNK=128, COARSE=COARSE[plan.kind.dtype],
-                           TMA=plan.tma, num_warps=4),
+            window_kernels.largest_kernel,
+            (plan.sequences, kv_heads, 1),
+            ("norm", "pasts", "aheads", "norm_past", "most_past", "norm_ahead", "most_ahead", "sequences", "unit0",
+             "start", heads, kv_heads, plan.group, *lengths, entries),
+            _scan_constants(plan),
         ),
     ]  # fmt: skip
 
 
+def _scan_constants(plan: Plan) -> dict[str, Any]:
+    together = min(1024, triton.next_power_of_2(max(plan.units, plan.key_units)))
+    return {"CAUSAL": plan.causal, "RAGGED": plan.kind.ragged, "PACKED": plan.packed, "TOGETHER": together,
+            "num_warps": 4 if together >= 512 else 1}  # fmt: skip
+
+
 def _order_launch(plan: Plan) -> Launch:
-    chunk = min(1024, triton.next_power_of_2(max(plan.units, plan.key_units)))
     return Launch(
         window_kernels.order_kernel,
         (plan.sequences, plan.heads, 1),
         ("found_first", "found_last", "first", "last", "until", "since", "sequences", "unit0",
          plan.units * plan.found_parts, plan.width, plan.heads, plan.queries, plan.keys),
-        {"CAUSAL": plan.causal, "RAGGED": plan.kind.ragged, "PACKED": plan.packed, "CHUNK": chunk,
-         "PARTS": plan.found_parts, "num_warps": 4 if chunk >= 512 else 1},
+        _scan_constants(plan) | {"PARTS": plan.found_parts},
     )  # fmt: skip
-
-
-def finding(plan: Plan) -> Program:
-    """The windows of the forward pass alone."""
-    return Program(
-        ("q", "k", "v", "scratch", *READ),
-        NUMBERS,
-        plan.scratch_parts,
-        _finding_launches(plan),
-        plan.block_dim if plan.tma else 0,
-    )
 
 
 def forward(plan: Plan, out: Tensor, track: bool) -> Program:
     """Windows, if there can be any, the output, and if asked the windows of the backward pass. out: as it will be."""
     tiles, strides = plan.tiles["forward"], plan.strides
-    scratch = ("from", "to", "found_first", "found_last") if plan.width else ("order",) * 4
+    scratch = SCRATCH if plan.width else ("order",) * len(SCRATCH)
     launch = Launch(
         forward_kernels.forward_kernel,
         (plan.entries * (ROWS // tiles.rows), plan.batch, plan.heads),
         (Tile("q", tiles.rows), Tile("k", tiles.keys), Tile("v", tiles.keys), "out", "lse", "slopes", "futures",
-         "sees", "line", *scratch, "sequences", "blocks", "order", "unit0", "start", "log2_scale", "share",
-         *strides["q"], *strides["k"], *strides["v"], *out.stride()[:3], plan.stride_slope, plan.units,
-         *_sizes(plan)),
-        plan.attention_constants(tiles, plan.tma, TRACK=track and plan.width > 0),
+         "sees", "line", *scratch, "sequences", "blocks", "order", "unit0", "start", "log2_scale", "scale", "budget",
+         "share", *strides["q"], *strides["k"], *strides["v"], *out.stride()[:3], plan.stride_slope, plan.units,
+         plan.key_entries, *_sizes(plan)),
+        plan.attention_constants(tiles, plan.tma, TRACK=track and plan.width > 0,
+                                 COARSE=COARSE[plan.precision]),
     )  # fmt: skip
     launches = [launch]
     if plan.width:
-        launches = [*_finding_launches(plan), launch, *([_order_launch(plan)] if track else ())]
+        launches = [*_bounds_launches(plan), launch, *([_order_launch(plan)] if track else ())]
     return Program(
         ("q", "k", "v", "out", "lse", "windows", "scratch", *READ),
         NUMBERS,

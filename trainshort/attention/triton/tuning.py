@@ -1,6 +1,7 @@
 """Block sizes, warps and pipeline depth for each kernel: a small table, found by benchmarks/tune_gpu.py.
 
 Keys are (kernel, bytes of an element, head dimension up to). GPUs other than Hopper get a row that runs everywhere.
+Where nothing can be skipped, "queries of all" and "keys of all" come before "queries" and "keys", if there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ HOPPER: dict[tuple[str, int, int], Tiles] = {
     ("forward", 2, 64): Tiles(64, 64, 4, 2),
     ("forward", 2, 128): Tiles(64, 64, 4, 3),
     ("forward", 2, 256): Tiles(64, 64, 4, 2),
-    ("queries", 2, 64): Tiles(64, 64, 4, 3),
+    ("queries", 2, 64): Tiles(64, 32, 4, 3),
     ("queries", 2, 128): Tiles(64, 64, 4, 2),
     ("queries", 2, 256): Tiles(64, 32, 4, 2),
+    ("queries of all", 2, 64): Tiles(64, 64, 4, 3),
+    ("keys of all", 2, 128): Tiles(64, 64, 4, 2),
     ("keys", 2, 64): Tiles(32, 64, 4, 2, registers=128),
-    ("keys", 2, 128): Tiles(64, 64, 4, 2),
+    ("keys", 2, 128): Tiles(32, 64, 4, 2),
     ("keys", 2, 256): Tiles(32, 64, 4, 1),
 }
 ANYWHERE: dict[tuple[str, int, int], Tiles] = {
@@ -50,13 +53,15 @@ ANYWHERE: dict[tuple[str, int, int], Tiles] = {
 
 
 @lru_cache(maxsize=256)
-def tiles_for(kernel: str, dtype: torch.dtype, dim: int, device: torch.device) -> Tiles:
+def tiles_for(kernel: str, dtype: torch.dtype, dim: int, device: torch.device, everything: bool = False) -> Tiles:
+    """everything: whether no keys can be skipped."""
     tables = [HOPPER, ANYWHERE] if is_hopper(device) else [ANYWHERE]
     size = dtype.itemsize
     for table in tables:
         fitting = [width for name, bytes_, width in table if (name, bytes_) == (kernel, size) and width >= dim]
         if fitting:
-            return table[kernel, size, min(fitting)]
+            row = (kernel, size, min(fitting))
+            return table.get((f"{kernel} of all", *row[1:]), table[row]) if everything else table[row]
     raise ValueError(f"head_dim must be at most 256 for the triton backend, got {dim}")
 
 
