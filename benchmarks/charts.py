@@ -86,7 +86,7 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
     speeds_by_doublings(axes)
     axes.set_xticks([0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0])
     axes.set_xticklabels(["3%", "6%", "12%", "25%", "50%", "100%"])
-    axes.set_xlabel("keys that are visited")
+    axes.set_xlabel("keys that the forward pass visits")
     axes.set_ylabel("speed of FlexAttention's")
     axes.legend(fontsize=7, frameon=False)
     axes.set_title("what it depends on", fontsize=10)

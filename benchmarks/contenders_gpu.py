@@ -19,6 +19,7 @@ from trainshort.attention.problem import Problem, default_tolerance
 from trainshort.attention.triton import launch
 
 HEADS, TOKENS = 16, 16384
+FEW_STAGES = {"num_stages": 1}  # with torch's own choice, a lookup in the score_mod does not fit the H200's memory
 Call = Callable[..., Tensor]
 
 
@@ -42,7 +43,7 @@ def flex_alibi(length: int, slopes: Tensor) -> Call:
 
 
 def flex_buckets(length: int, bias: Any, table: Tensor) -> Call:
-    """T5's bucket computed in the score_mod. With torch's own tiles it does not fit the H200's shared memory."""
+    """T5's bucket computed in the score_mod."""
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
     exact, last, factor = 16, 31, 16 / math.log(bias.max_distance / 16)
 
@@ -52,8 +53,7 @@ def flex_buckets(length: int, bias: Any, table: Tensor) -> Call:
         bucket = torch.where(steps < exact, steps, torch.where(coarse > last, last, coarse))
         return score + table[bucket, h]
 
-    options = {"num_stages": 1}
-    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask, kernel_options=options)
+    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask, kernel_options=FEW_STAGES)
 
 
 def flex_line(length: int, bias: Any) -> Call:
@@ -64,7 +64,7 @@ def flex_line(length: int, bias: Any) -> Call:
     def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + line[h, torch.where(i >= j, i - j, 0)]
 
-    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask)
+    return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask, kernel_options=FEW_STAGES)
 
 
 def sdpa(backend: SDPBackend) -> Call:
