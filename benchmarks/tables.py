@@ -45,17 +45,17 @@ def attention_cpu_all() -> str:
 def attention_gpu() -> str:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     lines = [
-        "| head_dim | length | tiles visited, forward, backward | forward + backward, ms | of FlexAttention's speed | "
-        "of cuDNN's, no bias | kernels alone, ms | of FlexAttention's | of cuDNN's |",
+        "| head_dim | length | tiles visited, forward, backward | forward + backward, ms | "
+        "of FlexAttention's speed | of cuDNN's, no bias | kernels alone, ms | of FlexAttention's | of cuDNN's |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in data["records"]:
         ours, flex, cudnn = (record["ms"][name] for name in ("ours", "FlexAttention", "cuDNN, no bias"))
         lines.append(
             f"| {record['dim']} | {record['length']:,} | {record['kept']:.1%}, {record['kept_backward']:.1%} | "
-            f"{ours['both']:.3f} | **{flex['both'] / ours['both']:.2f}×** | **{cudnn['both'] / ours['both']:.2f}×** | "
-            f"{ours['both_gpu']:.3f} | {flex['both_gpu'] / ours['both_gpu']:.2f}× | "
-            f"{cudnn['both_gpu'] / ours['both_gpu']:.2f}× |"
+            f"{ours['both']:.3f} | **{flex['both'] / ours['both']:.2f}×** | "
+            f"**{cudnn['both'] / ours['both']:.2f}×** | {ours['both_gpu']:.3f} | "
+            f"{flex['both_gpu'] / ours['both_gpu']:.2f}× | {cudnn['both_gpu'] / ours['both_gpu']:.2f}× |"
         )
     about = data["about"]
     lines += [
@@ -69,8 +69,8 @@ def attention_gpu() -> str:
 def buckets_gpu() -> str:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     lines = [
-        "| length | ours, ms | FlexAttention, by distance | FlexAttention, by formula | ours, with the table's gradient | "
-        "FlexAttention, with it |",
+        "| length | ours, ms | FlexAttention, by distance | FlexAttention, by formula | "
+        "ours, with the table's gradient | FlexAttention, with it |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     names = ("FlexAttention, by distance", "FlexAttention", "ours, table", "FlexAttention, table")

@@ -1,6 +1,8 @@
-"""`python -m trainshort`: the command line."""
+"""`python -m trainshort` is `trainshort`."""
+
+import sys
 
 from trainshort.cli.main import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -160,7 +160,7 @@ def test_the_installed_program_fails_without_a_traceback() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"{sys.executable} -m trainshort.cli --help | head -1; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m trainshort --help | head -1; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "0"
     assert result.stderr == ""

@@ -83,7 +83,7 @@ def test_a_stop_saves_every_run_and_the_same_command_goes_on(data: Path, tmp_pat
         "--test-tokens",
         "64",
     ]
-    command = [sys.executable, "-m", "trainshort.cli", "compare", "--data", str(data), "--out", str(out)]
+    command = [sys.executable, "-m", "trainshort", "compare", "--data", str(data), "--out", str(out)]
     process = subprocess.Popen(
         [*command, *flags, "--jobs", "2", "--device", "cpu", "--checkpoint-every", "0"],
         stderr=subprocess.PIPE,
