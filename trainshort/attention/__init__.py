@@ -181,13 +181,13 @@ def certified_windows(
 ) -> Tensor:
     """Which keys can matter: first and one-past-last key block visited, int32 [B, H, ceil(Tq/block), 2].
 
-    For every query, the softmax mass of all keys in sight outside its block's window is at most `tolerance`, proved
-    from norms: keys outside are never compared. A query block that sees no key at all has an empty window (0, 0). With
-    the default block of 128 these are exactly the keys that the backend visits, except that the `triton` backend cuts
-    its windows at every 64 keys and queries; it finds them in its forward pass, which this runs, and visits still fewer
-    keys in its backward pass. Where the slopes alone show that less than an eighth of the blocks could be skipped, the
-    `blocked` backend visits everything. Arguments as in `alibi_attention`; `bias` instead of `slopes` for the variants
-    of encoders.
+    For every query, the softmax mass of all keys in sight outside its block's window is at most `tolerance`,
+    proved from norms: keys outside are never compared. A query block that sees no key at all has an empty window
+    (0, 0). With the default block of 128 these are exactly the keys that the backend visits, except that the
+    `triton` backend cuts its windows at every 64 keys and queries; it finds them in its forward pass, which this
+    runs, and visits still fewer keys in its backward pass. Where the slopes alone show that less than an eighth of
+    the blocks could be skipped, the `blocked` backend visits everything. Arguments as in `alibi_attention`; `bias`
+    instead of `slopes` for the variants of encoders.
     """
     check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
