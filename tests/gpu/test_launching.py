@@ -10,7 +10,7 @@ import torch
 
 import trainshort as ts
 from tests.attention.dense import Case
-from tests.attention.triton.interpreter import kept_by_backward, kept_by_forward
+from tests.attention.triton.interpreter import kept_by_both
 from tests.attention.triton.test_windows import missed
 from tests.gpu.cases import gpu_case
 
@@ -82,7 +82,7 @@ def test_what_backward_skips_is_within_the_tolerance(causal: bool, dtype: torch.
     for stretch in (1.0, 4.0):
         case = gpu_case(queries=2048, heads=4, dim=64, dtype=dtype, batch=1, causal=causal)
         case = replace(case, q=case.q * stretch)
-        forward, backward = kept_by_forward(case), kept_by_backward(case)
+        forward, backward = kept_by_both(case)
         for kept, allowed in ((forward, 0.5), (backward, 1.0)):
             share = float(missed(case, kept).max()) / case.may_skip
             assert share <= allowed + 1e-6

@@ -13,12 +13,13 @@ import importlib.util
 import math
 import os
 import sys
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trainshort.attention import decode, op, plain, reference
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes
@@ -143,7 +144,8 @@ def attention(
         return reference.attend(problem)
     if backend == "auto" and plain.fits(problem):
         return plain.attend(problem)
-    recording = _recording(problem)
+    recording = known.is_recording(*_parts(problem))
+    _refuse_forward_mode(problem)
     if chosen == "triton":
         eager, decoding = known.is_eager(*_parts(problem)), not recording and _is_decoding(problem)
         if decoding:
@@ -220,8 +222,9 @@ def _default_slopes(q: Tensor) -> Tensor:
     return _kept_slopes(q.shape[1], q.device) if known.is_eager(q) else alibi_slopes(q.shape[1], q.device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _kept_slopes(heads: int, device: torch.device) -> Tensor:
+    """Kept for good: a captured CUDA graph goes on reading them."""
     with torch.inference_mode(False):
         return alibi_slopes(heads, device)
 
@@ -238,9 +241,14 @@ def _parts(problem: Problem) -> list[Tensor]:
     return tensors
 
 
-def _recording(problem: Problem) -> bool:
-    """Whether autograd wants to know of this call."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _parts(problem))
+def _refuse_forward_mode(problem: Problem) -> None:
+    """Tangents would be lost without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in _parts(problem)):
+        raise NotImplementedError(
+            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
+        )
 
 
 def _may_be_known(q: Any, backend: str, *others: Any) -> bool:

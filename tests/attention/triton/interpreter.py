@@ -91,18 +91,21 @@ def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
 
 
-def kept_by_forward(case: Case) -> Tensor:
-    """The pairs inside the windows of the forward pass: bool [B, H, Tq, Tk]."""
+def kept_by_both(case: Case) -> tuple[Tensor, Tensor]:
+    """The pairs inside the windows of the forward and of the backward pass, of one run: bool [B, H, Tq, Tk] each."""
     from trainshort.attention.triton import launch
+    from trainshort.attention.triton.plan import kind_of, plan_for
 
-    _, windows = launch.find_windows(launch.prepare(problem_of(case)), case.q, case.k)
-    assert windows is not None
-    return pairs(case, *windows)
+    problem = problem_of(case)
+    plan = plan_for(kind_of(problem), case.q, case.k, case.v)
+    _, _, windows, scratch = launch._forward(launch.prepare(problem), plan, case.q, case.k, case.v, track=True)
+    parts = windows[..., : plan.units], windows[..., plan.units : 2 * plan.units]
+    backward = (parts[0], parts[0]) if case.causal else parts
+    return pairs(case, *launch.visited(plan, scratch)), pairs(case, *backward)
 
 
-def kept_by_backward(case: Case) -> Tensor:
-    first, last, _, _ = backward_windows(case)
-    return pairs(case, first, last)
+def kept_by_forward(case: Case) -> Tensor:
+    return kept_by_both(case)[0]
 
 
 def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:

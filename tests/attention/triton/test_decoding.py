@@ -162,3 +162,20 @@ def test_recording_takes_the_other_way_and_means_the_same() -> None:
     recorded = replace(case, q=case.q.clone().requires_grad_()).attend("triton")
     assert recorded.requires_grad
     torch.testing.assert_close(recorded.detach(), out)
+
+
+def test_fewer_key_heads_of_the_same_cache() -> None:
+    """Views of one cache have the same strides: what is remembered must know how many heads share a key."""
+    case = random_case(batch=1, heads=4, queries=1, keys=40, slopes=torch.tensor([0.9, 0.5, 0.2, 0.1]))
+    for heads in (4, 2, 1, 4):
+        view = replace(case, k=case.k[:, :heads], v=case.v[:, :heads])
+        assert_output_within_budget(view, "triton")
+
+
+@pytest.mark.parametrize("start", [2**30 - 500, 2**30 + 100, 2**31 - 1000, 2**31 + 5, 2**40])
+def test_a_position_far_beyond_the_keys(start: int) -> None:
+    """Only how far keys are from each other counts then."""
+    case = random_case(batch=1, heads=2, queries=1, keys=200, slopes=torch.tensor([0.05, 1e-8]))
+    near = with_norms(replace(case, query_start=300), "one")
+    with torch.no_grad():
+        torch.testing.assert_close(replace(near, query_start=start).attend("triton"), near.attend("triton"))

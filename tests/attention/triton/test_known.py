@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -164,3 +167,53 @@ def test_decoding_is_not_taken_for_attention() -> None:
     assert len(known._calls) == 0
     assert_right(attend(q, k, v), q, k, v)
     assert_right(with_gradient.detach(), q, k, v)
+
+
+def test_numbers_of_another_type_are_looked_at() -> None:
+    q, k, v = inputs()
+    attend(q, k, v, query_start=3)
+    with pytest.raises(TypeError, match="query_start must be an int"):
+        attend(q, k, v, query_start=3.0)
+    flag = torch.tensor(True)
+    assert_right(attend(q, k, v, causal=flag), q, k, v)
+    flag.fill_(False)
+    assert_right(attend(q, k, v, causal=flag), q, k, v, causal=False)
+
+
+def test_without_a_gradient_nothing_is_tracked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainshort.attention.triton import launch
+
+    q, k, v = inputs()
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    tracked: list[bool] = []
+    forward = launch.forward
+
+    def spy(*arguments):
+        tracked.append(arguments[-1])
+        return forward(*arguments)
+
+    monkeypatch.setattr(launch, "forward", spy)
+    for _ in range(2):  # a new call, and a known one
+        with torch.no_grad():
+            attend(q, k, v, slopes)
+        with torch.inference_mode():
+            attend(q, k, v, slopes)
+        attend(q, k, v, slopes)
+    assert tracked == [False, False, True] * 2
+
+
+def test_both_ways_to_allow_tf32() -> None:
+    """Torch raises when one is read after the other was set."""
+    code = (
+        "import torch, trainshort as ts\n"
+        "torch.backends.cuda.matmul.{} = {}\n"
+        "q = torch.randn(1, 2, 40, 16)\n"
+        "ts.alibi_attention(q, q, q, backend='triton')\n"
+        "ts.alibi_attention(q[:, :, -1:], q, q, backend='triton')\n"
+        "from trainshort.attention.triton.shapes import allows_tf32\n"
+        "print(allows_tf32())\n"
+    )
+    for setting, value in (("fp32_precision", "'tf32'"), ("fp32_precision", "'ieee'"), ("allow_tf32", "True")):
+        command = [sys.executable, "-c", code.format(setting, value)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.stdout.strip() == str(value in ("'tf32'", "True")), result.stderr

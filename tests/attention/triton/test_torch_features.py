@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import trainshort as ts
@@ -30,14 +31,16 @@ CASES: dict[str, dict] = {
     "no_bias": small(queries=70, bias="none"),
     "half": small(queries=70, dtype=torch.float16),
     "transposed": small(queries=70),
+    "columns": small(queries=70),
 }
 
 
 def make(name: str) -> Case:
     case = random_case(**CASES[name])
-    if name != "transposed":
+    turned = {"transposed": (1, 2), "columns": (2, 3)}.get(name)
+    if turned is None:
         return case
-    layout = {n: getattr(case, n).transpose(1, 2).contiguous().transpose(1, 2) for n in ("q", "k", "v")}
+    layout = {n: getattr(case, n).transpose(*turned).contiguous().transpose(*turned) for n in ("q", "k", "v")}
     return replace(case, **layout)
 
 
@@ -61,7 +64,7 @@ def test_the_operator_is_compiled_by_aot_autograd() -> None:
 
 @pytest.mark.parametrize("want_bias", [True, False])
 @pytest.mark.parametrize(
-    "name", ["causal", "left_right", "slopes_by_row", "grouped", "packed", "bucket", "transposed"]
+    "name", ["causal", "left_right", "slopes_by_row", "grouped", "packed", "bucket", "transposed", "columns"]
 )
 def test_the_backward_operator_is_well_formed(name: str, want_bias: bool) -> None:
     case = make(name)
@@ -74,7 +77,7 @@ def test_the_backward_operator_is_well_formed(name: str, want_bias: bool) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ["causal", "padded", "bucket", "half"])
+@pytest.mark.parametrize("name", ["causal", "padded", "bucket", "half", "columns"])
 def test_the_decoding_operator_is_well_formed(name: str) -> None:
     case = make(name)
     arguments = operator_arguments(replace(case, q=case.q[:, :, -2:]), requires_grad=False)
@@ -155,6 +158,30 @@ def test_saved_tensor_hooks(name: str) -> None:
         assert torch.equal(tensor, expected[key]), key
 
 
+@pytest.mark.parametrize("layout", ["columns", "room behind", "shifted"])
+def test_hooks_that_change_the_layout(layout: str) -> None:
+    """Of all that is saved, log-sum-exp and windows included."""
+    case = random_case(**small(batch=2, queries=450, slopes=STEEP))
+    expected = case.run("triton")
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 3:
+            return tensor
+        if layout == "columns":
+            return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if layout == "room behind":
+            room = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 8), 7, dtype=tensor.dtype)
+            room[..., : tensor.shape[-1]] = tensor
+            return room[..., : tensor.shape[-1]]
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]  # four bytes on
+        return flat.copy_(tensor.flatten()).view(tensor.shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        results = case.run("triton")
+    for key, tensor in results.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-4, msg=key)
+
+
 def test_inputs_changed_in_place_are_noticed() -> None:
     case = make("causal")
     q = case.q.clone().requires_grad_()
@@ -209,6 +236,39 @@ def test_vmap_is_refused() -> None:
         torch.vmap(lambda q: ts.alibi_attention(q, case.k, case.v, backend="triton"))(batched)
     with pytest.raises(NotImplementedError, match="vmap"):
         torch.vmap(lambda q: ts.alibi_attention(q[:, :, -1:], case.k, case.v, backend="triton"))(batched)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own use of its scripts
+@pytest.mark.parametrize("queries", [1, 70])
+def test_forward_mode_is_refused(queries: int) -> None:
+    case = make("causal")
+    q = case.q[:, :, -queries:]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        for backend in ("triton", "blocked"):
+            with pytest.raises(NotImplementedError, match=r"forward-mode derivatives: use backend='reference'"):
+                ts.alibi_attention(dual, case.k, case.v, backend=backend)
+        dual = forward_ad.make_dual(q.double(), torch.ones_like(q).double())
+        out = ts.alibi_attention(dual, case.k.double(), case.v.double(), backend="reference")
+        assert forward_ad.unpack_dual(out).tangent is not None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traced_by_torch_jit() -> None:
+    case = make("causal")
+    slopes = torch.tensor([0.5, 0.25])
+    for q in (case.q, case.q[:, :, -1:]):
+        traced = torch.jit.trace(
+            lambda q, k, v: ts.alibi_attention(q, k, v, slopes, backend="triton"), (q, case.k, case.v)
+        )
+        expected = ts.alibi_attention(q, case.k, case.v, slopes, backend="triton")
+        torch.testing.assert_close(traced(q, case.k, case.v), expected)
+
+
+def test_too_many_rows_are_refused() -> None:
+    many = torch.zeros(1, 1, 8).expand(65536, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"at most 65,535 rows and heads, got 65,536 and 1: split the batch"):
+        ts.attention(many, many, many, backend="triton", causal=False)
 
 
 def test_what_it_cannot_do_is_said() -> None:

@@ -17,7 +17,7 @@ from tests.attention import hostile
 from tests.attention.cases import left_padding, random_case, right_padding
 from tests.attention.dense import Case, dense
 from tests.attention.triton.features import STEEP, STEEP_BY_ROW, small, symmetric
-from tests.attention.triton.interpreter import backward_windows, kept_by_backward, kept_by_forward, problem_of
+from tests.attention.triton.interpreter import backward_windows, kept_by_both, kept_by_forward, problem_of
 
 TOLERANCES = [2.0**-24, 2.0**-14, 0.2]
 FLOAT64_NOISE = 1e-9
@@ -35,7 +35,7 @@ def assert_sound(case: Case, tolerances: list[float] = TOLERANCES) -> None:
     for tolerance in tolerances:
         case = replace(case, tolerance=tolerance)
         # Half of the tolerance is for what the forward pass skips, all of it for what the backward pass skips.
-        for kept, allowed in ((kept_by_forward(case), 0.5), (kept_by_backward(case), 1.0)):
+        for kept, allowed in zip(kept_by_both(case), (0.5, 1.0), strict=True):
             share = float(missed(case, kept).max()) / tolerance
             assert share <= allowed + FLOAT64_NOISE, f"skipped {share} times the tolerance of {tolerance}"
             sees = case.seen.any(-1)
@@ -121,7 +121,7 @@ def test_what_is_not_finite_is_visited(name: str, causal: bool) -> None:
     tensor, row, head, position = arguments.pop("poisoned")
     arguments |= {n: arguments[n][[row]][:, [head]] for n in "qkv"} | {"slopes": torch.tensor([0.9])}
     case = Case(**arguments, causal=causal)
-    for kept in (kept_by_forward(case), kept_by_backward(case)):
+    for kept in kept_by_both(case):
         whole = (kept | ~case.seen)[0, 0]  # [Tq, Tk]
         if tensor == "q":
             assert bool(whole[position].all())
@@ -135,7 +135,7 @@ def test_nothing_but_what_is_not_finite(value: float) -> None:
     case = random_case(**small(queries=300, slopes=STEEP))
     for name in ("q", "k"):
         bad = replace(case, **{name: torch.full_like(getattr(case, name), value)})
-        for kept in (kept_by_forward(bad), kept_by_backward(bad)):
+        for kept in kept_by_both(bad):
             assert bool((kept | ~bad.seen).all())
 
 
@@ -189,7 +189,7 @@ def test_what_mattered_is_less_than_what_could() -> None:
     for causal in (True, False):
         about = {"dim": 64, "slopes": torch.tensor([0.15, 0.1]), "causal": causal, "tolerance": 2.0**-14}
         case = random_case(**small(queries=600, **about))
-        could, did = kept_by_forward(case) & case.seen, kept_by_backward(case) & case.seen
+        could, did = (kept & case.seen for kept in kept_by_both(case))
         assert float(did.sum()) < 0.85 * float(could.sum())
         assert not bool((did & ~could).any())
 
@@ -231,3 +231,22 @@ def test_rows_rise_and_turn_round() -> None:
         visits = visits & (unit < last[:, :, None])
         inside = (unit[:, None] >= since[:, None]) & (unit[:, None] < until[:, None])
         assert torch.equal(visits, inside)
+
+
+@pytest.mark.parametrize("start", [2**30 + 100, 2**31 - 1000, 2**40, -(2**30) - 100, -(2**31) - 7])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_positions_far_from_the_keys(start: int, by_row: bool) -> None:
+    """Only how far keys are from each other counts then."""
+    case = random_case(**symmetric(queries=100, keys=400, slopes=torch.tensor([0.05, 1e-8]), tolerance=1e-3))
+    near = replace(case, query_start=600 if start > 0 else -200)
+    far = replace(case, query_start=torch.tensor([start]) if by_row else start)
+    with torch.no_grad():
+        torch.testing.assert_close(far.attend("triton"), near.attend("triton"), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tolerance", [5e-324, 1e-322, 1e-45, 1e-38])
+def test_the_smallest_tolerances(tolerance: float) -> None:
+    case = random_case(**small(queries=400, slopes=STEEP, tolerance=tolerance))
+    exact = replace(case, tolerance=0.0)
+    for name, tensor in case.run("triton").items():
+        torch.testing.assert_close(tensor, exact.run("triton")[name], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Backward: two kernels that visit exactly the tiles of the forward pass, without atomics.
+"""Backward: two kernels that visit the same tiles, those that mattered in the forward pass, without atomics.
 
 `query_kernel` goes like the forward pass: one program for BM queries, which collects dq, the row sums
 delta = do.o that the other kernel needs, and its share of the gradient of slopes or table. `key_kernel` is one

@@ -13,9 +13,10 @@ from trainshort.attention.bias import BucketBias, LinearBias
 from trainshort.attention.problem import Problem
 from trainshort.attention.triton.decode import join_kernel, split_kernel
 from trainshort.attention.triton.driver import Launch
-from trainshort.attention.triton.launch import bucket_line, numbers_of, plain_slopes, rows_contiguous, sequences_of
+from trainshort.attention.triton.launch import bucket_line, numbers_of, plain_slopes, sequences_of
 from trainshort.attention.triton.plan import BUCKET, LINEAR, NONE
 from trainshort.attention.triton.program import Program
+from trainshort.attention.triton.shapes import allows_tf32, can_skip, rows_contiguous
 
 SHARES = 4 * 132  # programs that keep a large GPU busy
 MOST_SPLITS = 64
@@ -45,7 +46,7 @@ def decode(problem: Problem) -> Tensor:
         _, line = bucket_line(bias)
     norms, norm_count = q, 0
     norm_strides: tuple[int, ...] = (0, 0)
-    windows = isinstance(bias, LinearBias) and problem.tolerance > 0.0 and problem.key_norms is not None
+    windows = isinstance(bias, LinearBias) and can_skip(problem.tolerance) and problem.key_norms is not None
     if windows and problem.key_norms is not None:
         norms = problem.key_norms.detach().float()
         norms = norms[..., None] if norms.dim() == 2 else rows_contiguous(norms)
@@ -64,18 +65,18 @@ def decode(problem: Problem) -> Tensor:
         "WINDOWS": windows,
         "RAGGED": ragged,
         "SPLITS": splits,
-        "PRECISION": "tf32" if wide and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "PRECISION": "tf32" if wide and allows_tf32() else "ieee",
         "STAGES": 1 if wide else 3,
         "CHUNK": min(1024, triton.next_power_of_2(max(norm_count, 1))),
     }
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *norm_strides, stride_slope)
     places = tuple(t.data_ptr() % 16 for t in (q, k, v, norms, slopes))
-    key = (*strides, *constants.values(), *places, batch, heads, queries, reach, q.dtype, norms.dtype, q.device)
+    sizes = (*strides, heads, group, queries, reach)
+    key = (*sizes, *constants.values(), *places, batch, q.dtype, norms.dtype, q.device)
     program = _programs.get(key)
     if program is None:
         if len(_programs) >= _MOST:
             _programs.clear()
-        sizes = (*strides, heads, group, queries, reach)
         program = _programs[key] = _program(sizes, constants, (splits, kv_heads, batch), out)
     start, scale, *_ = numbers_of(problem, start)
     budget = -math.log(problem.tolerance) if windows else 0.0

@@ -1,6 +1,6 @@
 """Compiled kernels launched straight through the CUDA driver.
 
-Triton's own launcher looks at every argument of every launch: 15 to 30 µs a kernel, and a short sequence takes seven.
+Triton's own way in looks at every argument of every launch: some 40 µs a kernel, and a short sequence takes seven.
 But for a few addresses and numbers, what the kernels of a program are told is the same each time. So it lies in one
 table in memory: a run writes addresses and numbers into it, and passes each kernel a list of pointers into the table
 that was made beforehand.

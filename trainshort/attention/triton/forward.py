@@ -200,7 +200,7 @@ def forward_kernel(
         if CAUSAL:
             near -= past_slope * (p - ref).to(tl.float32)
         # Rounding, of the scores.
-        near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * longest) + 0.002
+        near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * (longest + common)) + 0.002
         x = tl.where((x < 1e30) & (near > -1e30), x, float("inf"))
         first = first_needed(
             x, near, some, ref, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own, past_slope,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.problem import Problem
-from trainshort.attention.triton.shapes import layout_of
+from trainshort.attention.triton.shapes import allows_tf32, layout_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MOST = 512
@@ -27,12 +27,17 @@ class Known(NamedTuple):
 
 def is_eager(*tensors: Tensor) -> bool:
     """Whether plain tensors are computed right now, with nobody tracing, transforming or listening."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             return False
     return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants to know of a call with these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def signature(
@@ -42,7 +47,9 @@ def signature(
     slopes = bias.slopes
     if not is_eager(q, k, v, slopes) or bias.future is not None:
         return None
-    for number in (scale, tolerance, start):
+    if type(causal) is not bool or not (start is None or type(start) is int):
+        return None
+    for number in (scale, tolerance):
         if number is not None and type(number) not in (int, float):
             return None
     device, dtype = q.device, q.dtype
@@ -70,7 +77,7 @@ def signature(
         scale,
         tolerance,
         start,
-        dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        dtype == torch.float32 and allows_tf32(),
     )
 
 

@@ -1,6 +1,7 @@
 """From a Problem to kernel launches: ragged sequences, windows, forward and backward.
 
-Nothing here looks inside a tensor or waits for the GPU, so that every call can be captured in a CUDA graph.
+Nothing here looks inside a tensor or waits for the GPU: once a call of its kind has compiled the kernels, every call
+can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trainshort.attention.bias import BucketBias, LinearBias, fold_gradient
 from trainshort.attention.problem import Problem, gradient_like
 from trainshort.attention.triton import programs
 from trainshort.attention.triton.plan import Kind, Plan, kind_of, plan_for
-from trainshort.attention.triton.shapes import ROWS, UNIT, blocks_of, layout_of
+from trainshort.attention.triton.shapes import ROWS, UNIT, blocks_of, layout_of, rows_contiguous
 from trainshort.attention.windows import visible_blocks
 
 LOG2E = math.log2(math.e)
@@ -79,13 +80,12 @@ def prepare(problem: Problem) -> Call:
 
 def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
     assert isinstance(start, int)
-    if not -(2**31) <= start < 2**31 - problem.q.shape[2]:
-        raise ValueError(f"backend 'triton' counts positions up to 2^31, got query_start {start}")
     # Half of the tolerance for the forward pass, half for the backward pass; of each, half for either side.
     share = problem.tolerance / (2 if problem.causal else 4)
     scale = min(max(float(problem.scale), -LARGEST), LARGEST)
+    low, high = _farthest(problem)
     return Numbers(
-        start=start,
+        start=min(max(start, low), high),
         scale=scale,
         log2_scale=min(max(scale * LOG2E, -LARGEST), LARGEST),
         budget=-math.log(share) if share > 0.0 else 0.0,
@@ -93,13 +93,21 @@ def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
     )
 
 
+def _farthest(problem: Problem) -> tuple[int, int]:
+    """Where query 0 may be, counted from key 0. Beyond, all keys are on one side of all queries, and whatever more
+    their distances have in common changes no weight; so numbers stay small."""
+    reach = problem.bias.max_distance if isinstance(problem.bias, BucketBias) else 0
+    return -problem.q.shape[2] - reach, problem.k.shape[2] + reach
+
+
 def plain_slopes(slopes: Tensor) -> Tensor:
     """Float32, one after another, at an address that kernels may count on."""
-    slopes = slopes.detach()
-    if slopes.dtype == torch.float32 and slopes.is_contiguous() and slopes.data_ptr() % 16 == 0:
-        return slopes
-    slopes = slopes.float().contiguous()
-    return slopes if slopes.data_ptr() % 16 == 0 else slopes.clone()
+    return _plain(slopes.detach().float())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def bucket_line(bias: BucketBias) -> tuple[Tensor, Tensor]:
@@ -118,7 +126,8 @@ def sequences_of(problem: Problem, start: int | Tensor) -> Tensor:
         count = torch.full((batch,), keys, device=device)
         first = torch.zeros_like(count)
     zero = torch.zeros_like(count)
-    return torch.stack((zero, zero + queries, first, count, zero + start - first), dim=1).to(torch.int32)
+    position = (zero + start - first).clamp(*_farthest(problem))
+    return torch.stack((zero, zero + queries, first, count, position), dim=1).to(torch.int32)
 
 
 def _documents(cu_seqlens: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,10 +146,6 @@ def _documents(cu_seqlens: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor
     return sequences, blocks, ((ends - each) * (ROWS // UNIT)).to(torch.int32)
 
 
-def rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _read(plan: Plan, inputs: Inputs) -> list[Tensor]:
     """What programs.READ names, besides q, k and v."""
     given = [plan.nothing if tensor is None else tensor for tensor in inputs]
@@ -155,15 +160,21 @@ def find_windows(call: Call, q: Tensor, k: Tensor) -> tuple[Plan, tuple[Tensor, 
     if plan.width == 0 or q.numel() == 0:
         return plan, None
     *_, scratch = _forward(call, plan, q, k, k, track=True)
+    return plan, visited(plan, scratch)
+
+
+def visited(plan: Plan, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """What `find_windows` gives, of a forward pass that has run."""
     shape = (plan.batch, plan.heads, plan.units, plan.found_parts)
     starts = (plan.scratch_parts[name].offset for name in ("from", "to"))
     first, last = (scratch[start:].view(torch.int32)[: math.prod(shape)].view(shape) for start in starts)
     # Parts of a unit beyond the last query were not written.
-    part = torch.arange(plan.units * plan.found_parts, device=q.device).view(shape[2:])
+    part = torch.arange(plan.units * plan.found_parts, device=scratch.device).view(shape[2:])
     written = part * (UNIT // plan.found_parts) < plan.queries
-    if plan.packed:
+    if plan.packed:  # nor were those of short documents
+        assert plan.found_parts == 1
         written = torch.ones_like(written)
-    return plan, (first.where(written, 2**30).amin(-1), last.where(written, 0).amax(-1))
+    return first.where(written, 2**30).amin(-1), last.where(written, 0).amax(-1)
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
@@ -243,6 +254,7 @@ def backward(
     """Gradients of q, k, v, and of slopes, future slopes and table where wanted. plan: if it may be known already."""
     q, k, v = rows_contiguous(saved.q), rows_contiguous(saved.k), rows_contiguous(saved.v)
     grad, out = rows_contiguous(grad), rows_contiguous(saved.out)
+    lse, windows = _plain(saved.lse), _plain(saved.windows)
     if plan is None or plan.layout != layout_of(q, k, v):  # hooks may have stored tensors elsewhere
         plan = plan_for(call.kind, q, k, v)
     dq, dk, dv = gradient_like(q), gradient_like(k), gradient_like(v)
@@ -258,9 +270,9 @@ def backward(
         program = plan.backwards.get(key)
         if program is None:
             program = plan.backwards[key] = programs.backward(plan, grad, out, (dq, dk, dv), want_bias)
-        delta = torch.empty_like(saved.lse)
+        delta = torch.empty_like(lse)
         program.run(
-            (q, k, v, grad, out, saved.lse, delta, dq, dk, dv, saved.windows, *shares, *_read(plan, call.inputs)),
+            (q, k, v, grad, out, lse, delta, dq, dk, dv, windows, *shares, *_read(plan, call.inputs)),
             call.numbers,
         )
     return dq, dk, dv, _bias_gradients(saved, shares, call.kind.buckets) if want_bias else [None] * 3

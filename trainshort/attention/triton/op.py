@@ -23,8 +23,8 @@ from trainshort.attention.op import (
     unpack,
 )
 from trainshort.attention.problem import Problem, check_values, require_positive
-from trainshort.attention.triton.known import Known
-from trainshort.attention.triton.shapes import borders_of, window_width
+from trainshort.attention.triton.known import Known, is_recording
+from trainshort.attention.triton.shapes import borders_of, can_skip, rows_contiguous, window_width
 
 
 @torch.library.custom_op("trainshort::triton", mutates_args=())
@@ -63,10 +63,10 @@ def triton_op(
 @triton_op.register_fake
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     slopes, cu_seqlens, causal, tolerance = rest[1], rest[5], rest[9], rest[11]
-    windows = slopes is not None and tolerance > 0.0
+    windows = slopes is not None and can_skip(tolerance)
     width = window_width(q.shape[2], k.shape[2], windows, borders_of(cu_seqlens), causal)
     return (
-        torch.empty_like(q),
+        torch.empty_like(rows_contiguous(q)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
         q.new_empty((*q.shape[:2], width), dtype=torch.int32),
     )
@@ -162,7 +162,7 @@ def triton_decode_op(
 
 @triton_decode_op.register_fake
 def _(q: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(q)
+    return torch.empty_like(rows_contiguous(q))
 
 
 triton_decode_op.register_vmap(no_vmap)
@@ -183,14 +183,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Any, plan: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Any, future: Any, table: Any
+        ctx: Any, call: Any, plan: Any, recording: bool, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None
     ) -> Tensor:
         from trainshort.attention.triton import launch
 
-        recording = any(ctx.needs_input_grad)
         out, lse, windows = launch.forward(call, q, k, v, plan, recording)
         if recording:
-            ctx.save_for_backward(q, k, v, slopes, future, table, out, lse, windows)
+            ctx.save_for_backward(q, k, v, *learned, out, lse, windows)
             ctx.call, ctx.plan = call, plan
         return out
 
@@ -198,8 +197,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         wanted = ctx.needs_input_grad
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        gradients = compute(ctx.call, ctx.plan, any(wanted[5:]), grad, *ctx.saved_tensors)
-        return None, None, *(gradient if want else None for gradient, want in zip(gradients, wanted[2:], strict=True))
+        gradients = compute(ctx.call, ctx.plan, any(wanted[6:]), grad, *ctx.saved_tensors)
+        found = (gradient if want else None for gradient, want in zip(gradients, wanted[3:], strict=True))
+        return None, None, None, *found
 
 
 class _Gradients(torch.autograd.Function):
@@ -227,9 +227,9 @@ def attend(problem: Problem) -> Tensor:
     from trainshort.attention.triton import launch
 
     check_values(problem)
-    learned = _learned(problem.bias)
+    tensors = (problem.q, problem.k, problem.v, *_learned(problem.bias))
     with on_device(problem.q):
-        return Attention.apply(launch.prepare(problem), None, problem.q, problem.k, problem.v, *learned)
+        return Attention.apply(launch.prepare(problem), None, is_recording(*tensors), *tensors)
 
 
 def attend_again(known: Known, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def attend_again(known: Known, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) 
     require_positive("slopes", slopes)
     call = launch.Call(known.kind, known.numbers, launch.Inputs(slopes, slopes))
     with on_device(q):
-        return Attention.apply(call, known.plan, q, k, v, slopes, None, None)
+        return Attention.apply(call, known.plan, is_recording(q, k, v, slopes), q, k, v, slopes, None, None)
 
 
 def _learned(bias: Bias) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,12 +13,22 @@ from torch import Tensor
 from trainshort.attention.bias import BucketBias, LinearBias, Sight, alibi_slopes
 from trainshort.attention.problem import Problem
 from trainshort.attention.triton.program import Part, Program, interpreted
-from trainshort.attention.triton.shapes import ROWS, UNIT, blocks_of, borders_of, layout_of, window_width
+from trainshort.attention.triton.shapes import (
+    ROWS,
+    UNIT,
+    allows_tf32,
+    blocks_of,
+    borders_of,
+    can_skip,
+    layout_of,
+    window_width,
+)
 from trainshort.attention.triton.tuning import Tiles, is_hopper, tiles_for
 
 NONE, LINEAR, BUCKET = 0, 1, 2
 _SIGHTS = {"past": 1, "future": 2, "both": 3}
 _MOST = 512  # plans to remember
+MOST_ROWS = 65535  # of the batch: the second and third number of a grid
 
 
 class Kind(NamedTuple):
@@ -50,7 +61,7 @@ def kind_of(problem: Problem) -> Kind:
         dtype=problem.q.dtype,
         device=problem.q.device,
         causal=problem.causal,
-        windows=linear is not None and problem.tolerance > 0.0,
+        windows=linear is not None and can_skip(problem.tolerance),
         bias=LINEAR if linear else BUCKET if bucket else NONE,
         sights=problem.sights,
         offset=float(linear.offset) if linear else 0.0,
@@ -60,7 +71,7 @@ def kind_of(problem: Problem) -> Kind:
         ragged=problem.key_padding_mask is not None or isinstance(start, Tensor),
         borders=borders_of(problem.cu_seqlens),
         tail=problem.causal and isinstance(start, int) and start + problem.q.shape[2] < problem.k.shape[2],
-        tf32=problem.q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        tf32=problem.q.dtype == torch.float32 and allows_tf32(),
     )
 
 
@@ -71,6 +82,11 @@ class Plan:
         self.kind, self.layout = kind, layout
         self.device = q.device
         self.batch, self.heads, self.queries, self.dim = q.shape
+        if max(self.batch, self.heads) > MOST_ROWS:
+            raise ValueError(
+                f"backend 'triton' takes at most {MOST_ROWS:,} rows and heads, got {self.batch:,} and "
+                f"{self.heads:,}: split the batch, or use backend='blocked'"
+            )
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.group = self.heads // self.kv_heads
         self.block_dim = max(16, triton.next_power_of_2(self.dim))
@@ -92,13 +108,11 @@ class Plan:
         sights = tuple(_SIGHTS[sight] for sight in kind.sights)
         self.sided = not kind.causal and sights != (3,) * self.heads
         # Stands for tensors that are not there. Not q: a call may outlive it, and it shall not be kept.
-        self.nothing = torch.empty(4, dtype=torch.int32, device=q.device)
-        self.sees = torch.tensor(sights, dtype=torch.int32, device=q.device) if self.sided else self.nothing
+        self.nothing = _numbers((0,) * 4, q.device)
+        self.sees = _numbers(sights, q.device) if self.sided else self.nothing
         # Heads from steep to gentle by the paper's rule, where that is not their own order.
         self.ordered = self.heads & (self.heads - 1) != 0
-        self.order = self.nothing
-        if self.ordered:
-            self.order = alibi_slopes(self.heads).argsort(descending=True).to(device=self.device, dtype=torch.int32)
+        self.order = _numbers(_steepest_first(self.heads), q.device) if self.ordered else self.nothing
         self.sequences = max(kind.borders - 1, 1) if self.packed else self.batch
         self.found_parts = UNIT // min(UNIT, self.tiles["forward"].rows)  # of a unit, that programs look at apart
         self.scratch_parts, self.scratch_bytes = self._scratch()
@@ -161,6 +175,17 @@ class Plan:
             num_stages=tiles.stages,
             **({"ORDERED": self.ordered} | more),
         )
+
+
+@cache
+def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept for good, unlike plans: a captured CUDA graph goes on reading them."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _steepest_first(heads: int) -> tuple[int, ...]:
+    return tuple(alibi_slopes(heads).argsort(descending=True).tolist())
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}

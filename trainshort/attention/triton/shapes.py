@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
 SHORTEST = 384  # keys: below, looking for windows costs more than it saves
 LARGEST_DIM = 256
+
+
+def can_skip(tolerance: float) -> bool:
+    """Whether the tolerance has a share for each pass and each side: 0 has not, nor have the smallest numbers."""
+    return tolerance / 4 > 0.0
+
+
+def allows_tf32() -> bool:
+    """Whether torch may round float32 products; by either of its two ways to say so, which must not be mixed."""
+    matmul = torch.backends.cuda.matmul
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def borders_of(cu_seqlens: Tensor | None) -> int:
