@@ -244,9 +244,9 @@ def test_positions_far_from_the_keys(start: int, by_row: bool) -> None:
         torch.testing.assert_close(far.attend("triton"), near.attend("triton"), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("tolerance", [5e-324, 1e-322, 1e-45, 1e-38])
+@pytest.mark.parametrize("tolerance", [5e-324, 1e-322, 1e-38])
 def test_the_smallest_tolerances(tolerance: float) -> None:
     case = random_case(**small(queries=400, slopes=STEEP, tolerance=tolerance))
-    exact = replace(case, tolerance=0.0)
+    exact = replace(case, tolerance=0.0).run("triton")
     for name, tensor in case.run("triton").items():
-        torch.testing.assert_close(tensor, exact.run("triton")[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor, exact[name], rtol=1e-4, atol=1e-5)
