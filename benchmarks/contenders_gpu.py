@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
@@ -33,8 +33,12 @@ def inputs(length: int, dim: int, batch: int | None = None) -> list[Tensor]:
 compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
+def causal_mask(length: int) -> BlockMask:
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+
+
 def flex_alibi(length: int, slopes: Tensor) -> Call:
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+    mask = causal_mask(length)
 
     def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (i - j)
@@ -44,7 +48,7 @@ def flex_alibi(length: int, slopes: Tensor) -> Call:
 
 def flex_buckets(length: int, bias: Any, table: Tensor) -> Call:
     """T5's bucket computed in the score_mod."""
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+    mask = causal_mask(length)
     exact, last, factor = 16, 31, 16 / math.log(bias.max_distance / 16)
 
     def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -58,7 +62,7 @@ def flex_buckets(length: int, bias: Any, table: Tensor) -> Call:
 
 def flex_line(length: int, bias: Any) -> Call:
     """T5's bias looked up by distance, from a line made beforehand: the fastest way with FlexAttention."""
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+    mask = causal_mask(length)
     line = bias.table.detach().float()[bias.bucket(-torch.arange(length, device="cuda"))].T.contiguous()
 
     def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ def peak(call: Call, tensors: list[Tensor]) -> int:
 
 def block_mask_bytes(length: int) -> int:
     """What FlexAttention's causal mask takes, made before the call."""
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+    mask = causal_mask(length)
     parts = (value for value in mask.as_tuple() if isinstance(value, Tensor))
     return sum(part.numel() * part.element_size() for part in parts)
 

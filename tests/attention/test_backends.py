@@ -20,6 +20,7 @@ from tests.attention import hostile
 from tests.attention.budget import Judge, assert_within_budget
 from tests.attention.cases import BACKENDS, left_padding, random_case, right_padding
 from tests.attention.dense import Case
+from tests.attention.layouts import LAYOUTS
 
 ONE_SIDED = ts.LinearBias.one_sided(torch.ones(5)).sees
 STEEP = torch.tensor([0.9, 0.4, 0.05])
@@ -200,34 +201,9 @@ def test_hostile_inputs(name: str, causal: bool, tolerance: float | None, backen
     judge.check(judge.case.run(backend))
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _sliced(tensor: Tensor) -> Tensor:
-    wide = torch.full((*tensor.shape[:3], tensor.shape[3] + 5), torch.nan)
-    wide[..., 2:-3] = tensor
-    return wide[..., 2:-3]
-
-
-def _columns_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
-
-
-def _every_second(tensor: Tensor) -> Tensor:
-    return tensor.repeat_interleave(2, dim=2)[:, :, ::2]
-
-
-def _expanded(tensor: Tensor) -> Tensor:
-    return tensor[:1, :1].expand(tensor.shape)
-
-
-LAYOUTS = [_transposed, _sliced, _columns_first, _every_second, _expanded]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_any_strides(layout, dtype: torch.dtype, backend: str) -> None:
     for length in (100, 300):
         case = random_case(queries=length, dim=16, dtype=dtype, heads=4, slopes=torch.tensor([0.9, 0.4, 0.1, 0.01]))

@@ -14,7 +14,7 @@ import torch
 
 import trainshort as ts
 from trainshort.attention import INTERPRETED
-from trainshort.attention.bias import Bias, BucketBias, LinearBias
+from trainshort.attention.bias import Bias, BucketBias, LinearBias, learned
 from trainshort.attention.problem import Problem, default_tolerance
 
 pytestmark = [
@@ -132,9 +132,7 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     )  # fmt: skip
     call = launch.prepare(problem)
     results = launch.forward(call, q, k, k)
-    bias = problem.bias
-    learned = (bias.slopes, bias.future, None) if isinstance(bias, LinearBias) else (None, None, bias and bias.table)
-    launch.backward(call, q, launch.Saved(q, k, k, *learned, *results), case.get("want_bias", False))
+    launch.backward(call, q, launch.Saved(q, k, k, *learned(problem.bias), *results), case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from trainshort.attention import decode, op, plain, reference
-from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes
+from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes, learned
 from trainshort.attention.problem import (
     BLOCK,
     Problem,
@@ -144,11 +144,11 @@ def attention(
         return reference.attend(problem)
     if backend == "auto" and plain.fits(problem):
         return plain.attend(problem)
-    recording = known.is_recording(*_parts(problem))
-    _refuse_forward_mode(problem)
+    parts = _parts(problem)
+    _refuse_forward_mode(parts)
+    eager, recording = known.is_eager(*parts), known.is_recording(*parts)
     if chosen == "triton":
-        eager, decoding = known.is_eager(*_parts(problem)), not recording and _is_decoding(problem)
-        if decoding:
+        if not recording and _is_decoding(problem):
             return triton_ops.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
         if not eager:
             return triton_ops.triton_op(*op.pack(problem))[0]
@@ -156,7 +156,7 @@ def attention(
         if key is not None and not _is_decoding(problem):
             known.remember(key, problem)
         return attended
-    if not recording and known.is_eager(*_parts(problem)) and decode.fits(problem):
+    if not recording and eager and decode.fits(problem):
         # Without the operator's bookkeeping, where a step takes microseconds.
         if problem.key_padding_mask is not None:
             check_values(problem)
@@ -231,21 +231,14 @@ def _kept_slopes(heads: int, device: torch.device) -> Tensor:
 
 def _parts(problem: Problem) -> list[Tensor]:
     """The tensors that a gradient could be asked for."""
-    tensors = [problem.q, problem.k, problem.v]
-    if isinstance(problem.bias, LinearBias):
-        tensors.append(problem.bias.slopes)
-        if problem.bias.future is not None:
-            tensors.append(problem.bias.future)
-    elif isinstance(problem.bias, BucketBias):
-        tensors.append(problem.bias.table)
-    return tensors
+    return [problem.q, problem.k, problem.v, *(t for t in learned(problem.bias) if t is not None)]
 
 
-def _refuse_forward_mode(problem: Problem) -> None:
+def _refuse_forward_mode(tensors: list[Tensor]) -> None:
     """Tangents would be lost without a word."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in _parts(problem)):
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError(
             "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
         )

@@ -159,3 +159,10 @@ class BucketBias:
 
 
 Bias = LinearBias | BucketBias | None
+
+
+def learned(bias: Bias) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What of a bias can have a gradient: slopes, future slopes and table."""
+    if isinstance(bias, LinearBias):
+        return bias.slopes, bias.future, None
+    return None, None, bias.table if isinstance(bias, BucketBias) else None

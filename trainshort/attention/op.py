@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention import blocked
-from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight
+from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight, learned
 from trainshort.attention.problem import BLOCK, Problem, check_values, gradient_like
 
 _SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
@@ -30,9 +30,7 @@ def pack(problem: Problem) -> tuple[Any, ...]:
         problem.q,
         problem.k,
         problem.v,
-        linear.slopes if linear else None,
-        linear.future if linear else None,
-        bucket.table if bucket else None,
+        *learned(bias),
         problem.key_padding_mask,
         problem.cu_seqlens,
         start if isinstance(start, Tensor) else None,

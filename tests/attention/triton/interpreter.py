@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from tests.attention.dense import Case
 from trainshort.attention.problem import Problem
+
+if TYPE_CHECKING:
+    from trainshort.attention.triton.plan import Plan
 
 UNIT = 64
 
@@ -76,16 +80,25 @@ def sequences(case: Case) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
+def run_forward(case: Case) -> tuple[Plan, Tensor, Tensor]:
+    """The plan, the windows of the backward pass, and the scratch memory, after a forward pass."""
+    from trainshort.attention.triton import launch
+    from trainshort.attention.triton.plan import plan_for
+
+    call = launch.prepare(problem_of(case))
+    plan = plan_for(call.kind, case.q, case.k, case.v)
+    _, _, windows, scratch = launch._forward(call, plan, case.q, case.k, case.v, track=True)
+    return plan, windows, scratch
+
+
 def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FIRST, LAST, UNTIL and SINCE as they are for the backward pass; in causal attention first and third twice."""
-    from trainshort.attention.triton import launch
-    from trainshort.attention.triton.plan import kind_of, plan_for
+    plan, windows, _ = run_forward(case)
+    return _split(case, plan, windows)
 
-    problem = problem_of(case)
-    plan = plan_for(kind_of(problem), case.q, case.k, case.v)
-    _, _, windows = launch.forward(launch.prepare(problem), case.q, case.k, case.v)
-    queries, keys = plan.units, plan.key_units
-    sizes = [queries, keys] if case.causal else [queries, queries, keys, keys]
+
+def _split(case: Case, plan: Plan, windows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = [plan.units, plan.key_units] if case.causal else [plan.units] * 2 + [plan.key_units] * 2
     assert windows.shape[2] == plan.width == sum(sizes) > 0
     parts = windows.split(sizes, dim=2)
     return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
@@ -94,14 +107,10 @@ def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def kept_by_both(case: Case) -> tuple[Tensor, Tensor]:
     """The pairs inside the windows of the forward and of the backward pass, of one run: bool [B, H, Tq, Tk] each."""
     from trainshort.attention.triton import launch
-    from trainshort.attention.triton.plan import kind_of, plan_for
 
-    problem = problem_of(case)
-    plan = plan_for(kind_of(problem), case.q, case.k, case.v)
-    _, _, windows, scratch = launch._forward(launch.prepare(problem), plan, case.q, case.k, case.v, track=True)
-    parts = windows[..., : plan.units], windows[..., plan.units : 2 * plan.units]
-    backward = (parts[0], parts[0]) if case.causal else parts
-    return pairs(case, *launch.visited(plan, scratch)), pairs(case, *backward)
+    plan, windows, scratch = run_forward(case)
+    first, last, _, _ = _split(case, plan, windows)
+    return pairs(case, *launch.visited(plan, scratch)), pairs(case, first, last)
 
 
 def kept_by_forward(case: Case) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.attention import hostile
 from tests.attention.cases import random_case
 from tests.attention.dense import Case
+from tests.attention.layouts import LAYOUTS, every_second, sliced, transposed
 from tests.attention.triton.features import FEATURES, STEEP, small, symmetric
 from tests.attention.triton.interpreter import shipped_tiles
 from tests.attention.triton.rounding import KernelJudge
@@ -81,33 +82,8 @@ def test_hostile_inputs(name: str, causal: bool) -> None:
     check(Case(**arguments | {"slopes": slopes[-1:, ::3] if slopes.dim() == 2 else slopes[::3]}, causal=causal))
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _sliced(tensor: Tensor) -> Tensor:
-    wide = torch.full((*tensor.shape[:3], tensor.shape[3] + 5), torch.nan, dtype=tensor.dtype)
-    wide[..., 2:-3] = tensor
-    return wide[..., 2:-3]
-
-
-def _columns_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
-
-
-def _every_second(tensor: Tensor) -> Tensor:
-    return tensor.repeat_interleave(2, dim=2)[:, :, ::2]
-
-
-def _expanded(tensor: Tensor) -> Tensor:
-    return tensor[:1, :1].expand(tensor.shape)
-
-
-LAYOUTS = [_transposed, _sliced, _columns_first, _every_second, _expanded]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_any_strides(layout, dtype: torch.dtype) -> None:
     """float16 of these sizes is read through descriptors where its strides allow it."""
     case = random_case(**small(batch=2, queries=70, dtype=dtype, slopes=STEEP))
@@ -116,7 +92,7 @@ def test_any_strides(layout, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", [*LAYOUTS, None], ids=lambda x: x.__name__.strip("_") if x else "from_a_sum")
+@pytest.mark.parametrize("layout", [*LAYOUTS, None], ids=lambda x: x.__name__ if x else "from_a_sum")
 def test_any_strides_of_the_gradient(layout, dtype: torch.dtype) -> None:
     case = random_case(**small(batch=2, queries=70, dtype=dtype, slopes=STEEP))
     upstream = torch.ones_like(case.q) if layout is None else layout(case.upstream())
@@ -134,7 +110,7 @@ def test_any_strides_of_the_gradient(layout, dtype: torch.dtype) -> None:
 
 def test_unlike_strides_of_the_inputs() -> None:
     case = random_case(**small(batch=2, queries=100, dtype=torch.float16))
-    check(replace(case, q=_transposed(case.q), k=_sliced(case.k), v=_every_second(case.v)))
+    check(replace(case, q=transposed(case.q), k=sliced(case.k), v=every_second(case.v)))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
+from tests.attention.layouts import columns_first, transposed
 from trainshort.attention import INTERPRETED
 from trainshort.attention.triton import known
 
@@ -66,13 +67,11 @@ def test_other_numbers_are_another_call(other: dict) -> None:
 def test_other_memory_is_another_call() -> None:
     q, k, v = inputs()
     attend(q, k, v)
-    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_right(attend(turned, k, v), q, k, v)
+    assert_right(attend(transposed(q), k, v), q, k, v)
     shifted = torch.cat([torch.zeros(1), q.flatten()])[1:].view(q.shape)  # four bytes on
     assert_right(attend(shifted, k, v), q, k, v)
     assert len(known._calls) == 3
-    columns = q.transpose(2, 3).contiguous().transpose(2, 3)
-    assert_right(attend(columns, k, v), q, k, v)
+    assert_right(attend(columns_first(q), k, v), q, k, v)
     assert len(known._calls) == 3  # copied at each call, so looked at each time
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import trainshort as ts
 from tests.attention.cases import left_padding, random_case
 from tests.attention.dense import LEAVES, Case, differentiate
+from tests.attention.layouts import columns_first, transposed
 from tests.attention.triton.features import STEEP, STEEP_BY_ROW, bucket, small, symmetric
 from tests.attention.triton.interpreter import problem_of
 from trainshort.attention import op
@@ -37,11 +38,8 @@ CASES: dict[str, dict] = {
 
 def make(name: str) -> Case:
     case = random_case(**CASES[name])
-    turned = {"transposed": (1, 2), "columns": (2, 3)}.get(name)
-    if turned is None:
-        return case
-    layout = {n: getattr(case, n).transpose(*turned).contiguous().transpose(*turned) for n in ("q", "k", "v")}
-    return replace(case, **layout)
+    layout = {"transposed": transposed, "columns": columns_first}.get(name)
+    return case if layout is None else replace(case, **{n: layout(getattr(case, n)) for n in ("q", "k", "v")})
 
 
 def operator_arguments(case: Case, requires_grad: bool) -> tuple:

@@ -14,9 +14,8 @@ from trainshort.attention.problem import Problem
 from trainshort.attention.triton.decode import join_kernel, split_kernel
 from trainshort.attention.triton.driver import Launch
 from trainshort.attention.triton.launch import bucket_line, numbers_of, plain_slopes, sequences_of
-from trainshort.attention.triton.plan import BUCKET, LINEAR, NONE
 from trainshort.attention.triton.program import Program
-from trainshort.attention.triton.shapes import allows_tf32, can_skip, rows_contiguous
+from trainshort.attention.triton.shapes import allows_tf32, can_skip, kind_of_bias, rows_contiguous
 
 SHARES = 4 * 132  # programs that keep a large GPU busy
 MOST_SPLITS = 64
@@ -61,7 +60,7 @@ def decode(problem: Problem) -> Tensor:
         "BD": max(16, triton.next_power_of_2(dim)),
         "BM": max(16, triton.next_power_of_2(group * queries)),
         "BN": 32 if wide else 64,
-        "BIAS": LINEAR if isinstance(bias, LinearBias) else BUCKET if isinstance(bias, BucketBias) else NONE,
+        "BIAS": kind_of_bias(bias),
         "WINDOWS": windows,
         "RAGGED": ragged,
         "SPLITS": splits,

@@ -90,38 +90,6 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"CUDA could not {what}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-class _Table:
-    """Memory that kernels' parameters lie in. First addresses and numbers, eight bytes each, that change."""
-
-    def __init__(self, variable: int) -> None:
-        self.size = 8 * variable
-        self.constants: list[tuple[int, bytes]] = []
-        self.places: dict[Any, int] = {}
-
-    def constant(self, kind: str, value: float) -> int:
-        """The place of a number that stays the same."""
-        key = (kind, value)
-        if key not in self.places:
-            self.places[key] = self.reserve(8)
-            self.constants.append((self.places[key], struct.pack("=" + _FORMATS[kind], value)))
-        return self.places[key]
-
-    def reserve(self, size: int, alignment: int = 8) -> int:
-        place = -(-self.size // alignment) * alignment
-        self.size = place + size
-        return place
-
-    def memory(self) -> tuple[Any, int]:
-        """The table itself, and its address, a multiple of a descriptor's size."""
-        raw = (ctypes.c_char * (self.size + DESCRIPTOR_BYTES))()
-        address = ctypes.addressof(raw)
-        skip = -address % DESCRIPTOR_BYTES
-        table = (ctypes.c_char * self.size).from_buffer(raw, skip)
-        for place, content in self.constants:
-            struct.pack_into(f"={len(content)}s", table, place, content)
-        return table, address + skip
-
-
 class _Descriptor:
     """A tile copy's description in the table, of the tensor that lies at `address`."""
 
@@ -129,8 +97,84 @@ class _Descriptor:
         self.place, self.tensor, self.address = place, tensor, 0
 
 
+class _Layout:
+    """What lies where in the table: first addresses and numbers that change, eight bytes each, then what stays."""
+
+    def __init__(self, names: Sequence[str], numbers: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self.names, self.numbers, self.tensors = tuple(names), tuple(numbers), tensors
+        self.slots = {name: 8 * index for index, name in enumerate((*names, *numbers))}
+        self.size = 8 * len(self.slots)
+        self.types: dict[str, str] = {}  # of numbers
+        self.constants: dict[tuple[str, float], int] = {}
+        self.descriptors: dict[tuple[Any, ...], tuple[_Descriptor, dict[str, Any]]] = {}
+
+    def reserve(self, size: int) -> int:
+        place = -(-self.size // size) * size
+        self.size = place + size
+        return place
+
+    def constant(self, kind: str, value: float) -> tuple[int, int]:
+        if (kind, value) not in self.constants:
+            self.constants[kind, value] = self.reserve(8)
+        return self.constants[kind, value], _bytes(kind)
+
+    def number(self, name: str, kind: str) -> tuple[int, int]:
+        if self.types.setdefault(name, kind) != kind:
+            raise UnsupportedError(f"{name} is {self.types[name]} to one kernel, {kind} to another")
+        return self.slots[name], _bytes(kind)
+
+    def tile(self, name: str, meta: dict[str, Any]) -> list[tuple[int, int]]:
+        """A descriptor, and the shape and strides that Triton passes beside it."""
+        index = self.names.index(name)
+        key = (name, *(repr(value) for value in meta.values()))
+        if key not in self.descriptors:
+            self.descriptors[key] = (_Descriptor(self.reserve(DESCRIPTOR_BYTES), index), meta)
+        place = self.descriptors[key][0].place
+        shape = [self.constant("i32", size) for size in self.tensors[index].shape]
+        strides = [self.constant("i64", stride) for stride in self.tensors[index].stride()]
+        return [(place, DESCRIPTOR_BYTES), *shape, *strides]
+
+    def parameters(self, launch: Launch, handle: Any) -> list[tuple[int, int]]:
+        """The place and the bytes of each parameter of a compiled kernel."""
+        found: list[tuple[int, int]] = []
+        metas = iter(getattr(handle.metadata, "tensordesc_meta", None) or ())
+        types = list(handle.src.signature.values())[: len(launch.arguments)]
+        for argument, kind in zip(launch.arguments, types, strict=True):
+            name = argument.name if isinstance(argument, Tile) else argument
+            if kind == "constexpr":
+                continue
+            if kind.startswith("*"):
+                found.append((self.slots[name], 8))
+            elif isinstance(argument, Tile):
+                found += self.tile(name, _as_dict(next(metas, None)))
+            elif kind not in _FORMATS:
+                raise UnsupportedError(f"no rule for a number of type {kind}")
+            else:
+                found.append(self.number(name, kind) if isinstance(name, str) else self.constant(kind, name))
+        return [*found, *[self.constant("u64", 0)] * 2]  # scratch memory, which these kernels do not have
+
+    def memory(self) -> tuple[Any, int]:
+        """The table itself with what stays written, and its address, a multiple of a descriptor's size."""
+        raw = (ctypes.c_char * (self.size + DESCRIPTOR_BYTES))()
+        skip = -ctypes.addressof(raw) % DESCRIPTOR_BYTES
+        table = (ctypes.c_char * self.size).from_buffer(raw, skip)
+        for (kind, value), place in self.constants.items():
+            struct.pack_into("=" + _FORMATS[kind], table, place, value)
+        base = ctypes.addressof(table)
+        for descriptor, meta in self.descriptors.values():
+            descriptor.place += base
+            _encode(descriptor, meta, self.tensors[descriptor.tensor])
+        return table, base
+
+    def packer(self) -> Any:
+        """Writes addresses and numbers into the table."""
+        formats = (_FORMATS[self.types.get(name, "fp64")] for name in self.numbers)
+        return struct.Struct(f"={len(self.names)}Q" + "".join(formats)).pack_into
+
+
 class Direct:
-    """A program ready to run. Made from one run of it through Triton: its launches, what each returned, its tensors.
+    """A program ready to run, or UnsupportedError. Made from one run of it through Triton: its launches, what each
+    returned, its tensors.
 
     names: of tensors (in the order that `run` takes them), then of parts of them; numbers: names, likewise.
     parts: for each, which tensor, and how many bytes into it.
@@ -140,62 +184,24 @@ class Direct:
         self, names: Sequence[str], parts: Sequence[tuple[int, int]], numbers: Sequence[str],
         launches: Sequence[Launch], compiled: Sequence[Any], tensors: Sequence[Tensor],
     ) -> None:  # fmt: skip
+        _require_plain(compiled)
+        layout = _Layout(names, numbers, tensors)
+        parameters = [layout.parameters(*pair) for pair in zip(launches, compiled, strict=True)]
+        for handle, places in zip(compiled, parameters, strict=True):
+            _compare(handle, places)
         self.parts = tuple(parts)
         self.device = tensors[0].device.index or 0
         self.current_stream = triton.runtime.driver.active.get_current_stream
         self.lock = threading.Lock()
         self.stream = 0
-        self.keep = list(compiled)
         self._replace, self._launch = cuda().cuTensorMapReplaceAddress, cuda().cuLaunchKernelEx
-        slots = {name: 8 * index for index, name in enumerate((*names, *numbers))}
-        kinds: dict[str, str] = {}
-        table = _Table(len(slots))
-        descriptors: dict[Any, _Descriptor] = {}
-        encodings = []
-        layouts = []
-        for launch, handle in zip(launches, compiled, strict=True):
-            places: list[tuple[int, int]] = []  # (place, bytes) of each parameter
-            metas = iter(getattr(handle.metadata, "tensordesc_meta", None) or ())
-            types = list(handle.src.signature.values())[: len(launch.arguments)]
-            for argument, kind in zip(launch.arguments, types, strict=True):
-                if kind == "constexpr":
-                    continue
-                if isinstance(argument, Tile) and not kind.startswith("*"):
-                    meta = _as_dict(next(metas, None))
-                    index = list(names).index(argument.name)
-                    key = (argument.name, *(repr(value) for value in meta.values()))
-                    if key not in descriptors:
-                        descriptors[key] = _Descriptor(table.reserve(DESCRIPTOR_BYTES, DESCRIPTOR_BYTES), index)
-                        encodings.append((descriptors[key], meta, tensors[index]))
-                    places.append((descriptors[key].place, DESCRIPTOR_BYTES))
-                    places += [(table.constant("i32", size), 4) for size in tensors[index].shape]
-                    places += [(table.constant("i64", stride), 8) for stride in tensors[index].stride()]
-                elif isinstance(argument, (str, Tile)):
-                    name = argument if isinstance(argument, str) else argument.name
-                    if kind.startswith("*"):
-                        places.append((slots[name], 8))
-                    elif kinds.setdefault(name, kind) == kind and kind in _FORMATS:
-                        places.append((slots[name], _bytes(kind)))
-                    else:
-                        raise UnsupportedError(f"{name} is {kinds[name]} to one kernel, {kind} to another")
-                elif kind in _FORMATS:
-                    places.append((table.constant(kind, argument), _bytes(kind)))
-                else:
-                    raise UnsupportedError(f"no rule for a number of type {kind}")
-            places += [(table.constant("u64", 0), 8)] * 2  # scratch memory, which these kernels do not have
-            _compare(handle, places)
-            layouts.append((launch, handle, places))
-        self.table, base = table.memory()
-        self._pack = struct.Struct(
-            f"={len(names)}Q" + "".join(_FORMATS[kinds.get(name, "fp64")] for name in numbers)
-        ).pack_into
-        for descriptor, meta, tensor in encodings:
-            descriptor.place += base
-            _encode(descriptor, meta, tensor)
-        self.descriptors = tuple(descriptors.values())
+        self._pack = layout.packer()
+        self.table, base = layout.memory()
+        self.descriptors = tuple(descriptor for descriptor, _ in layout.descriptors.values())
         self.configs = []
         self.launches = []
-        for launch, handle, places in layouts:
+        self.keep = list(compiled)
+        for launch, handle, places in zip(launches, compiled, parameters, strict=True):
             pointers = (ctypes.c_void_p * len(places))(*[base + place for place, _ in places])
             config = _Config(launch.grid, (32 * handle.metadata.num_warps, 1, 1), handle.metadata.shared)
             self.keep.append(pointers)
@@ -226,11 +232,8 @@ class Direct:
                     check(status, "launch a kernel")
 
 
-def record(
-    names: Sequence[str], parts: Sequence[tuple[int, int]], numbers: Sequence[str], launches: Sequence[Launch],
-    compiled: Sequence[Any], tensors: Sequence[Tensor],
-) -> Direct:  # fmt: skip
-    """A program to run straight through the driver, or UnsupportedError."""
+def _require_plain(compiled: Sequence[Any]) -> None:
+    """Whether these kernels are of the kind that is launched here, on such a device, and nobody wants otherwise."""
     if os.environ.get("TRAINSHORT_LAUNCH") == "triton":
         raise UnsupportedError("TRAINSHORT_LAUNCH=triton")
     if torch.version.hip is not None:
@@ -243,7 +246,6 @@ def record(
         }.items():  # fmt: skip
             if getattr(about, name, plain) != plain:
                 raise UnsupportedError(f"a kernel compiled with {name}={getattr(about, name)}")
-    return Direct(names, parts, numbers, launches, compiled, tensors)
 
 
 def _bytes(kind: str) -> int:

@@ -20,9 +20,8 @@ _calls: dict[tuple[Any, ...], Known] = {}
 
 
 class Known(NamedTuple):
-    kind: Any
-    numbers: Any
-    plan: Any
+    numbers: Any  # launch.Numbers
+    plan: Any  # plan.Plan
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -99,4 +98,4 @@ def remember(key: tuple[Any, ...], problem: Problem) -> None:
         return  # slopes are converted at each call
     if len(_calls) >= _MOST:
         _calls.clear()
-    _calls[key] = Known(call.kind, call.numbers, plan_for(call.kind, *tensors))
+    _calls[key] = Known(call.numbers, plan_for(call.kind, *tensors))

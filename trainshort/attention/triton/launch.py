@@ -152,19 +152,9 @@ def _read(plan: Plan, inputs: Inputs) -> list[Tensor]:
     return [*given, plan.sees, plan.order]
 
 
-def find_windows(call: Call, q: Tensor, k: Tensor) -> tuple[Plan, tuple[Tensor, Tensor] | None]:
-    """The plan, and the first and one-past-last key unit of every query unit that the forward pass visits, each int32
-    [B, H, units]; causal attention stops at the diagonal, whatever the second says. None: it visits everything."""
-    q, k = rows_contiguous(q), rows_contiguous(k)
-    plan = plan_for(call.kind, q, k, k)
-    if plan.width == 0 or q.numel() == 0:
-        return plan, None
-    *_, scratch = _forward(call, plan, q, k, k, track=True)
-    return plan, visited(plan, scratch)
-
-
 def visited(plan: Plan, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """What `find_windows` gives, of a forward pass that has run."""
+    """The first and one-past-last key unit of every query unit that a forward pass visited, from its scratch memory:
+    int32 [B, H, units] each. Causal attention stops at the diagonal, whatever the second says."""
     shape = (plan.batch, plan.heads, plan.units, plan.found_parts)
     starts = (plan.scratch_parts[name].offset for name in ("from", "to"))
     first, last = (scratch[start:].view(torch.int32)[: math.prod(shape)].view(shape) for start in starts)
@@ -182,10 +172,12 @@ def certified_blocks(problem: Problem, block: int) -> Tensor | None:
     if problem.cu_seqlens is not None or block % UNIT or 0 in problem.q.shape:
         return None
     call = prepare(problem)
-    plan, windows = find_windows(call, problem.q, problem.k)
-    if windows is None:
+    q, k = rows_contiguous(problem.q), rows_contiguous(problem.k)
+    plan = plan_for(call.kind, q, k, k)
+    if plan.width == 0:
         return None
-    first, last = windows
+    *_, scratch = _forward(call, plan, q, k, k, track=True)
+    first, last = visited(plan, scratch)
     low, high = visible_blocks(problem, block)  # [B, H, blocks]
     units = -(-plan.queries // UNIT)
     offset = 0 if call.inputs.sequences is None else call.inputs.sequences[:, None, None, 2]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.attention.bias import Bias, BucketBias, LinearBias
+from trainshort.attention.bias import learned
 from trainshort.attention.op import (
     fake_gradients,
     gradients_by,
@@ -227,7 +227,7 @@ def attend(problem: Problem) -> Tensor:
     from trainshort.attention.triton import launch
 
     check_values(problem)
-    tensors = (problem.q, problem.k, problem.v, *_learned(problem.bias))
+    tensors = (problem.q, problem.k, problem.v, *learned(problem.bias))
     with on_device(problem.q):
         return Attention.apply(launch.prepare(problem), None, is_recording(*tensors), *tensors)
 
@@ -237,16 +237,9 @@ def attend_again(known: Known, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) 
     from trainshort.attention.triton import launch
 
     require_positive("slopes", slopes)
-    call = launch.Call(known.kind, known.numbers, launch.Inputs(slopes, slopes))
+    call = launch.Call(known.plan.kind, known.numbers, launch.Inputs(slopes, slopes))
     with on_device(q):
         return Attention.apply(call, known.plan, is_recording(q, k, v, slopes), q, k, v, slopes, None, None)
-
-
-def _learned(bias: Bias) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slopes, future slopes and table."""
-    if isinstance(bias, LinearBias):
-        return bias.slopes, bias.future, None
-    return None, None, bias.table if isinstance(bias, BucketBias) else None
 
 
 def decode(problem: Problem) -> Tensor:

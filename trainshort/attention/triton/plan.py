@@ -20,12 +20,12 @@ from trainshort.attention.triton.shapes import (
     blocks_of,
     borders_of,
     can_skip,
+    kind_of_bias,
     layout_of,
     window_width,
 )
 from trainshort.attention.triton.tuning import Tiles, is_hopper, tiles_for
 
-NONE, LINEAR, BUCKET = 0, 1, 2
 _SIGHTS = {"past": 1, "future": 2, "both": 3}
 _MOST = 512  # plans to remember
 MOST_ROWS = 65535  # of the batch: the second and third number of a grid
@@ -62,7 +62,7 @@ def kind_of(problem: Problem) -> Kind:
         device=problem.q.device,
         causal=problem.causal,
         windows=linear is not None and can_skip(problem.tolerance),
-        bias=LINEAR if linear else BUCKET if bucket else NONE,
+        bias=kind_of_bias(bias),
         sights=problem.sights,
         offset=float(linear.offset) if linear else 0.0,
         by_row=by_row,

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainshort.attention.triton.driver import Direct, Launch, Tile, UnsupportedError, record
+from trainshort.attention.triton.driver import Direct, Launch, Tile, UnsupportedError
 
 
 def interpreted() -> bool:
@@ -61,7 +61,7 @@ class Program:
             return
         parts = [(self.tensors.index(part.tensor), part.offset) for part in self.parts.values()]
         try:
-            self.direct = record((*self.tensors, *self.parts), parts, self.numbers, self.launches, compiled, tensors)
+            self.direct = Direct((*self.tensors, *self.parts), parts, self.numbers, self.launches, compiled, tensors)
         except UnsupportedError as reason:
             self.why_not_direct = str(reason)
 

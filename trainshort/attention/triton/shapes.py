@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainshort.attention.bias import Bias, BucketBias, LinearBias
+
 UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
 SHORTEST = 384  # keys: below, looking for windows costs more than it saves
 LARGEST_DIM = 256
+NONE, LINEAR, BUCKET = 0, 1, 2  # biases
 
 
 def can_skip(tolerance: float) -> bool:
@@ -26,6 +29,10 @@ def allows_tf32() -> bool:
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def kind_of_bias(bias: Bias) -> int:
+    return LINEAR if isinstance(bias, LinearBias) else BUCKET if isinstance(bias, BucketBias) else NONE
 
 
 def borders_of(cu_seqlens: Tensor | None) -> int:

@@ -20,30 +20,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNIT = tl.constexpr(64)  # rows and keys: the granularity of certified windows
-ROWS = tl.constexpr(128)  # rows of a block: packed documents start at a new one
-NONE, LINEAR, BUCKET = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+from trainshort.attention.triton import shapes
+
+UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
+NONE, LINEAR, BUCKET = tl.constexpr(shapes.NONE), tl.constexpr(shapes.LINEAR), tl.constexpr(shapes.BUCKET)
 MASKED, PAST, FUTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def place(SEQ, BLOCKS, b, block, Tq, Tk, start, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr):
-    """Of a block of rows: its place in its sequence, and that sequence's extent. Surplus blocks get no rows.
+def extent(SEQ, sequence, Tq, Tk, start, CAUSAL: tl.constexpr, UNEVEN: tl.constexpr):
+    """Of a sequence: first query, queries, first key, keys, position of query 0.
 
     Keys after the last query of causal attention, the unwritten end of a cache, are not part of it.
     """
-    q0, nq, k0, nk, s = b * 0, Tq, b * 0, Tk, start
-    if PACKED:
-        document = tl.load(BLOCKS + 2 * block)
-        block = tl.load(BLOCKS + 2 * block + 1)
-        at = SEQ + 5 * document
-        q0, nq, k0, nk, s = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    elif RAGGED:
-        at = SEQ + 5 * b
+    q0, nq, k0, nk, s = sequence * 0, Tq, sequence * 0, Tk, start
+    if UNEVEN:
+        at = SEQ + 5 * sequence
         q0, nq, k0, nk, s = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     if CAUSAL:
         nk = tl.maximum(tl.minimum(nk, s + nq), 0)
+    return q0, nq, k0, nk, s
+
+
+@triton.jit
+def place(SEQ, BLOCKS, b, block, Tq, Tk, start, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr):
+    """Of a block of rows: its place in its sequence, and that sequence's extent. Surplus blocks get no rows."""
+    sequence = b
+    if PACKED:
+        sequence = tl.load(BLOCKS + 2 * block)
+        block = tl.load(BLOCKS + 2 * block + 1)
+    q0, nq, k0, nk, s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
     return block, q0, nq, k0, nk, s
 
 

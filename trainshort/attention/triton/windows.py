@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.attention.triton.tiles import FAR, ROWS, UNIT, load_rows, place
+from trainshort.attention.triton.tiles import FAR, ROWS, UNIT, extent, load_rows, place
 
 SAMPLE = tl.constexpr(32)  # rows
 CHUNK = tl.constexpr(128)  # units that are looked at together
@@ -56,9 +56,8 @@ def _units(values):
 @triton.jit
 def _effective(n, norm, inside, x, m, away):
     """K of each unit: ln of the mean of exp(x n), weighted by exp(-m away), over x. n: [units, UNIT]."""
-    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)[
-        None, :
-    ]  # an outlier must not vanish with its weight
+    # An outlier must not vanish with its weight.
+    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)[None, :]
     mean = tl.sum(tl.where(inside, weight * tl.exp(x * (n - norm[:, None])), 0.0), 1) / tl.sum(weight, 1)
     effective = norm + tl.log(mean) / x
     return tl.where(effective <= norm, effective, norm)  # NaN as well
@@ -73,12 +72,7 @@ def sample_kernel(
     sequence = tl.program_id(0)
     hk = tl.program_id(1)
     b = sequence * 0 if PACKED else sequence
-    q0, nq, k0, nk = b * 0, Tq, b * 0, b * 0 + Tk
-    if RAGGED or PACKED:
-        at = SEQ + 5 * sequence
-        q0, nq, k0, nk, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    if CAUSAL:
-        nk = tl.maximum(tl.minimum(nk, start + nq), 0)
+    q0, nq, k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
     d = tl.arange(0, BD)
     sample = _sample(K, b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, k0, nk, stride_kt, D, BD)
     center = tl.sum(sample, 0) / SAMPLE
@@ -162,12 +156,7 @@ def largest_kernel(
     sequence = tl.program_id(0)
     hk = tl.program_id(1)
     b = sequence * 0 if PACKED else sequence
-    nq, nk = Tq, b * 0 + Tk
-    if RAGGED or PACKED:
-        at = SEQ + 5 * sequence
-        nq, nk, start = tl.load(at + 1), tl.load(at + 3), tl.load(at + 4)
-    if CAUSAL:
-        nk = tl.maximum(tl.minimum(nk, start + nq), 0)
+    _q0, _nq, _k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
     n = (nk + UNIT - 1) // UNIT
     units = blocks * (ROWS // UNIT)
     unit0 = b * 0
