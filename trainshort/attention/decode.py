@@ -18,7 +18,7 @@ from torch import Tensor
 from trainshort.attention import pieces as engine
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.norms import UNDERFLOW
-from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.problem import BLOCK, LARGEST_SLOPE, Problem
 
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
@@ -45,7 +45,7 @@ def fits(problem: Problem) -> bool:
 
 def attend(problem: Problem) -> Tensor | None:
     """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes that are not positive."""
-    if not all(0.0 < slope < math.inf for row in _slope_rows(problem) for slope in row):
+    if not all(0.0 < slope <= LARGEST_SLOPE for row in _slope_rows(problem) for slope in row):
         return None
     done = _forward(problem, _lows(problem))
     return None if done is None else done[0]

@@ -20,6 +20,9 @@ from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
+LARGEST_SLOPE = 2.0**64  # times any distance, float32 still holds it
+POSITIONS = 2**62  # beyond every length, and safe to add one to
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_TOLERANCE = {
     torch.float16: 2.0**-14,
@@ -87,13 +90,28 @@ class Problem:
         future = past if self.bias.future is None else torch.atleast_2d(self.bias.future).to(dtype)
         return past, future
 
+    @property
+    def bias_reach(self) -> int:
+        """How far from a query the bias stops following a simple rule: the largest distance that has its own bucket."""
+        return self.bias.max_distance if isinstance(self.bias, BucketBias) else 0
+
     def positions(self) -> Tensor:
-        """The position of each query among the keys, int64 [B or 1, Tq]."""
+        """The position of each query among the keys, int64 [B or 1, Tq].
+
+        A query beyond all keys of its own sequence is put next to the nearest of them (beyond the reach of the bias).
+        It sees the same keys with the same weights there, because what all its distances have in common changes no
+        softmax; and distances stay so small that float32 holds them exactly.
+        """
         index = torch.arange(self.q.shape[2], device=self.q.device)
         start = self.start
         if isinstance(start, Tensor):
-            return start.to(torch.int64)[:, None] + index
-        return (start + index)[None]
+            position = start.to(torch.int64)[:, None] + index
+        else:
+            position = (min(max(start, -POSITIONS), POSITIONS) + index)[None]
+        if self.cu_seqlens is not None:
+            return position
+        first, end = self.key_runs()
+        return torch.minimum(torch.maximum(position, first - 1 - self.bias_reach), end + self.bias_reach)
 
     def key_runs(self) -> tuple[Tensor, Tensor]:
         """For each query the run of keys of its own sequence: [first, end), int64 [B or 1, Tq]."""
@@ -202,6 +220,8 @@ def check_shapes(problem: Problem) -> None:
             raise ValueError(f"query_start must be on q's device {q.device}, got {start.device}")
     elif start is not None and (isinstance(start, bool) or not isinstance(start, (int, torch.SymInt))):
         raise TypeError(f"query_start must be an int or an int tensor [batch], got {type(start).__name__}")
+    elif isinstance(start, int) and not -POSITIONS <= start <= POSITIONS:
+        raise ValueError(f"query_start must lie between -2^62 and 2^62, got {start}")
     if problem.key_norms is not None:
         _check_key_norms_shape(problem.key_norms, k)
 
@@ -308,8 +328,12 @@ def _is_known(slopes: Tensor) -> bool:
 def require_positive(name: str, slopes: Tensor) -> None:
     if _is_known(slopes):
         return
-    good = (slopes > 0) & torch.isfinite(slopes)
-    _require(good, f"{name} must be positive and finite", lambda: f", got {float(slopes.detach()[~good][0])}")
+    good = (slopes > 0) & (slopes <= LARGEST_SLOPE)  # NaN compares false
+    _require(
+        good,
+        f"{name} must be positive and at most 2^64",
+        lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
+    )
 
 
 def _require(good: Tensor, what: str, came: Callable[[], str]) -> None:

@@ -96,8 +96,7 @@ def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
 def _farthest(problem: Problem) -> tuple[int, int]:
     """Where query 0 may be, counted from key 0. Beyond, all keys are on one side of all queries, and whatever more
     their distances have in common changes no weight; so numbers stay small."""
-    reach = problem.bias.max_distance if isinstance(problem.bias, BucketBias) else 0
-    return -problem.q.shape[2] - reach, problem.k.shape[2] + reach
+    return -problem.q.shape[2] - problem.bias_reach, problem.k.shape[2] + problem.bias_reach
 
 
 def plain_slopes(slopes: Tensor) -> Tensor:
