@@ -268,6 +268,17 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def _norms_after_rounding(norms: Tensor, k: Tensor) -> Tensor:
+    """Upper bounds for keys that were just rounded to k's dtype, from those of the keys as they were.
+
+    A normal number grows by half a unit in the last place at most, a smaller one by less than the smallest there is;
+    one beyond the largest becomes infinite.
+    """
+    limits = torch.finfo(k.dtype)
+    longer = norms * (1.0 + 0.51 * limits.eps) + k.shape[3] ** 0.5 * limits.smallest_normal * limits.eps
+    return torch.where(longer > limits.max, math.inf, longer)
+
+
 def _require_triton(q: Tensor) -> None:
     """Say why the Triton backend cannot run, if it cannot."""
     other = "use backend='auto' or 'blocked', which run on any device"
@@ -295,8 +306,11 @@ def _problem(
     key_norms: Tensor | None,
 ) -> Problem:
     """Check what can be checked without looking at values, and fill in what was left out."""
+    given = k
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
+    if k is not given and isinstance(key_norms, Tensor):
+        key_norms = _norms_after_rounding(key_norms, k)
     problem = Problem(
         q=q,
         k=k,

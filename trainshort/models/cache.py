@@ -48,7 +48,8 @@ class KeyValueCache:
         self.keys = [torch.empty(shape, **options) for _ in range(config.num_layers)]
         self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
         norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
-        self.norms = [torch.zeros(norms, device=device) for _ in range(config.num_layers)]
+        # Whatever the keys and the default are in: certificates rest on these.
+        self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""
@@ -87,7 +88,9 @@ class KeyValueCache:
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
-        lengths = row_norms(k.detach()).float()
+        lengths = norms_above(
+            keys[:, :, start:end].detach()
+        )  # as stored: rounding to 16 bits makes half of them longer
         if end == start + 1 and not torch.compiler.is_compiling():
             block_norm = norms[:, :, start // BLOCK, None]
             torch.maximum(block_norm, lengths, out=block_norm)
@@ -102,3 +105,8 @@ class KeyValueCache:
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has appended."""
         self.length += tokens
+
+
+def norms_above(keys: Tensor) -> Tensor:
+    """Float32 numbers that are at least the norms of these rows: larger by what a float32 sum and its root can lose."""
+    return row_norms(keys).float() * (1.0 + (keys.shape[-1] / 2 + 4) * 2.0**-24)
