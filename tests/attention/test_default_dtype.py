@@ -1,4 +1,4 @@
-"""torch.set_default_dtype says what users build their tensors in, and nothing of what a proof or a sum is computed in."""
+"""torch.set_default_dtype says what users build tensors in, and nothing of what a proof or a sum is computed in."""
 
 from __future__ import annotations
 

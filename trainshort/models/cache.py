@@ -88,9 +88,7 @@ class KeyValueCache:
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
-        lengths = norms_above(
-            keys[:, :, start:end].detach()
-        )  # as stored: rounding to 16 bits makes half of them longer
+        lengths = norms_above(keys[:, :, start:end].detach())  # as stored: rounding makes half of them longer
         if end == start + 1 and not torch.compiler.is_compiling():
             block_norm = norms[:, :, start // BLOCK, None]
             torch.maximum(block_norm, lengths, out=block_norm)
@@ -108,5 +106,5 @@ class KeyValueCache:
 
 
 def norms_above(keys: Tensor) -> Tensor:
-    """Float32 numbers that are at least the norms of these rows: larger by what a float32 sum and its root can lose."""
+    """Float32 numbers no less than the norms of these rows: larger by what a float32 sum and its root can lose."""
     return row_norms(keys).float() * (1.0 + (keys.shape[-1] / 2 + 4) * 2.0**-24)
