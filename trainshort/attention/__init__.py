@@ -30,6 +30,7 @@ from trainshort.attention.problem import (
     check_tensors,
     check_values,
     default_tolerance,
+    holds,
 )
 from trainshort.attention.triton import known
 from trainshort.attention.triton import op as triton_ops
@@ -254,7 +255,7 @@ def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
 def _is_decoding(problem: Problem) -> bool:
     """A few causal queries a row."""
     rows = problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
-    return problem.causal and problem.cu_seqlens is None and problem.q.shape[2] <= 16 and rows <= 64
+    return problem.causal and problem.cu_seqlens is None and holds(problem.q.shape[2] <= 16) and holds(rows <= 64)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

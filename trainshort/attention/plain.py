@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainshort.attention.problem import Problem
+from trainshort.attention.problem import Problem, holds
 
 # On a GPU, the first of these that can: torch's own order has the second first, which is slower on Hopper.
 FASTEST = [
@@ -29,16 +29,17 @@ def fits(problem: Problem) -> bool:
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, Tensor):
         return False
-    return start == keys - queries and queries in (1, keys)  # one query that sees everything, or a square
+    aligned = problem.query_start is None or holds(start == keys - queries)
+    return aligned and (holds(queries == 1) or holds(queries == keys))  # one query that sees everything, or a square
 
 
 def _causal(problem: Problem) -> bool:
-    return problem.causal and problem.q.shape[2] > 1
+    return problem.causal and not holds(problem.q.shape[2] == 1)
 
 
 def attend(problem: Problem) -> Tensor:
     q, k, v = problem.q, problem.k, problem.v
-    grouped = q.shape[1] != k.shape[1]
+    grouped = not holds(q.shape[1] == k.shape[1])
     if q.is_cuda and q.element_size() == 2 and not torch.compiler.is_compiling():
         with sdpa_kernel(FASTEST, set_priority=True):
             return F.scaled_dot_product_attention(

@@ -112,6 +112,15 @@ class Problem:
         return zero, zero + keys
 
 
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; where a program for all lengths is exported, for every one of them."""
+    if not torch.compiler.is_exporting():
+        return True if condition else False  # noqa: SIM210  bool() of a symbol stays one in a compiler
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def default_tolerance(dtype: torch.dtype) -> float:
     return DEFAULT_TOLERANCE[dtype]
 
