@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from trainshort.attention import decode, op, plain, reference
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes, learned
@@ -30,7 +29,6 @@ from trainshort.attention.problem import (
     check_tensors,
     check_values,
     default_tolerance,
-    holds,
 )
 from trainshort.attention.triton import known
 from trainshort.attention.triton import op as triton_ops
@@ -146,7 +144,7 @@ def attention(
     if backend == "auto" and plain.fits(problem):
         return plain.attend(problem)
     parts = _parts(problem)
-    _refuse_forward_mode(parts)
+    op.refuse_transforms(parts)
     eager, recording = known.is_eager(*parts), known.is_recording(*parts)
     if chosen == "triton":
         if not recording and _is_decoding(problem):
@@ -235,16 +233,6 @@ def _parts(problem: Problem) -> list[Tensor]:
     return [problem.q, problem.k, problem.v, *(t for t in learned(problem.bias) if t is not None)]
 
 
-def _refuse_forward_mode(tensors: list[Tensor]) -> None:
-    """Tangents would be lost without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(
-            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
-        )
-
-
 def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
     """Whether this could be a call to the Triton kernels without any of these other arguments."""
     if backend not in ("auto", "triton") or not isinstance(q, Tensor):
@@ -254,8 +242,9 @@ def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
 
 def _is_decoding(problem: Problem) -> bool:
     """A few causal queries a row."""
-    rows = problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
-    return problem.causal and problem.cu_seqlens is None and holds(problem.q.shape[2] <= 16) and holds(rows <= 64)
+    queries = problem.q.shape[2]
+    few = plain.holds(queries <= 16) and plain.holds(queries * (problem.q.shape[1] // problem.k.shape[1]) <= 64)
+    return problem.causal and problem.cu_seqlens is None and few
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,8 +44,10 @@ def fits(problem: Problem) -> bool:
 
 
 def attend(problem: Problem) -> Tensor | None:
-    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes that are not positive."""
+    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
     if not all(0.0 < slope < math.inf for row in _slope_rows(problem) for slope in row):
+        return None
+    if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
         return None
     done = _forward(problem, _lows(problem))
     return None if done is None else done[0]

@@ -6,10 +6,12 @@ operators take flat arguments; `pack` and `unpack` translate from and to a Probl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trainshort.attention import blocked
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight, learned
@@ -225,6 +227,24 @@ def no_double_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError(
         "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
     )
+
+
+def refuse_transforms(tensors: Sequence[Tensor]) -> None:
+    """Of torch.func, and of forward mode: operators have no rules for them, and tangents would be lost."""
+    if torch.compiler.is_compiling():
+        return
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() != torch._C._functorch.TransformType.Functionalize for transform in transforms):
+        raise NotImplementedError(
+            "trainshort attention has no rules for torch.func (grad, vjp, jvp, vmap and what is made of them): use "
+            "torch.autograd.grad or backward(), or backend='reference', which has"
+        )
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
+        )
 
 
 def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:

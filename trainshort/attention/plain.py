@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainshort.attention.problem import Problem, holds
+from trainshort.attention.problem import Problem
 
 # On a GPU, the first of these that can: torch's own order has the second first, which is slower on Hopper.
 FASTEST = [
@@ -16,6 +16,15 @@ FASTEST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; where a program for all lengths is exported, for every one of them."""
+    if not torch.compiler.is_exporting():
+        return True if condition else False  # noqa: SIM210  bool() of a symbol stays one in a compiler
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def fits(problem: Problem) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.norms import row_norms
-from trainshort.attention.problem import BLOCK
+from trainshort.attention.problem import BLOCK, vouch_for
 from trainshort.models.config import ModelConfig
 
 FIRST_CAPACITY = 256  # of a growing cache
@@ -50,6 +50,8 @@ class KeyValueCache:
         norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
         # Whatever the keys and the default are in: certificates rest on these.
         self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
+        for kept in self.norms:
+            vouch_for(kept)
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""
@@ -71,6 +73,8 @@ class KeyValueCache:
                 larger = old.new_zeros(shape) if size is None else old.new_empty(shape)
                 larger[:, :, : old.shape[2]] = old
                 buffers[layer] = larger
+        for kept in self.norms:
+            vouch_for(kept)
 
     def pad_left(self, key_padding_mask: Tensor) -> None:
         """Say which leading tokens of the rows are padding. Before the first token only."""
