@@ -204,6 +204,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
+            no_vmap(None, None)  # is_grads_batched=True: kernels would be handed tensors without memory
         wanted = ctx.needs_input_grad
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         gradients = compute(ctx.call, ctx.plan, any(wanted[6:]), grad, *ctx.saved_tensors)
