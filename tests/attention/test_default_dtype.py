@@ -1,4 +1,4 @@
-"""torch.set_default_dtype says what users build tensors in, and nothing of what a proof or a sum is computed in."""
+"""torch's defaults say what users build tensors in, and nothing of what a proof or a sum is computed in."""
 
 from __future__ import annotations
 
@@ -65,6 +65,16 @@ def test_windows_are_the_same(name: str, default: torch.dtype) -> None:
     with default_dtype(default):
         for block, windows in zip(blocks, found, strict=True):
             assert torch.equal(case.windows(block), windows), block
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("bucket", "no_bias")])
+def test_windows_are_the_same_where_tensors_are_made_elsewhere(name: str) -> None:
+    """As under torch.set_default_device, for tensors on another device than the default."""
+    case = random_case(**FEATURES[name])
+    expected = case.windows()
+    with torch.device("meta"):
+        windows = case.windows()
+    assert torch.equal(windows, expected)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

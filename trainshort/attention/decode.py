@@ -57,7 +57,7 @@ def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
     group = problem.q.shape[1] // problem.k.shape[1]
     first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem)]
-    low = torch.tensor(first, dtype=torch.int32)
+    low = torch.tensor(first, dtype=torch.int32, device="cpu")
     if low.shape[0] < problem.q.shape[0]:
         low = low.expand(problem.q.shape[0], -1)
     last = torch.full_like(low, -(-problem.k.shape[2] // BLOCK))
