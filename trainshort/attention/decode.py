@@ -44,8 +44,10 @@ def fits(problem: Problem) -> bool:
 
 
 def attend(problem: Problem) -> Tensor | None:
-    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes that are not positive."""
+    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
     if not all(0.0 < slope <= LARGEST_SLOPE for row in _slope_rows(problem) for slope in row):
+        return None
+    if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
         return None
     done = _forward(problem, _lows(problem))
     return None if done is None else done[0]
@@ -55,7 +57,7 @@ def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
     group = problem.q.shape[1] // problem.k.shape[1]
     first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem)]
-    low = torch.tensor(first, dtype=torch.int32)
+    low = torch.tensor(first, dtype=torch.int32, device="cpu")
     if low.shape[0] < problem.q.shape[0]:
         low = low.expand(problem.q.shape[0], -1)
     last = torch.full_like(low, -(-problem.k.shape[2] // BLOCK))

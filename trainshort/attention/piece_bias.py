@@ -120,7 +120,7 @@ class PieceBias:
             first = piece.distance - piece.rows + 1
         distance = torch.arange(first, piece.distance + piece.keys, device=scores.device)
         if isinstance(self.bias, LinearBias):
-            ahead = torch.where(distance > 0, self.bias.offset - distance, 0.0)
+            ahead = torch.where(distance > 0, self.bias.offset - distance.to(self._wide), 0.0)
             self._dpast[rows, heads] += (by_distance * distance.clamp_max(0)).sum(-1)
             self._dfuture[rows, heads] += (by_distance * ahead).sum(-1)
         elif isinstance(self.bias, BucketBias) and self._dtable is not None:

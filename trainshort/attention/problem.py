@@ -284,11 +284,13 @@ def _check_key_norms_shape(norms: Tensor, k: Tensor) -> None:
 
 
 def check_values(problem: Problem) -> None:
-    """What only the contents can tell: positive slopes, no holes in the padding, borders in order."""
+    """What only the contents can tell: positive slopes, norms, no holes in the padding, borders in order."""
     if isinstance(problem.bias, LinearBias):
         require_positive("slopes", problem.bias.slopes)
         if problem.bias.future is not None:
             require_positive("future", problem.bias.future)
+    if problem.key_norms is not None:
+        _require_norms(problem.key_norms)
     mask = problem.key_padding_mask
     if mask is not None and mask.shape[1] > 1:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
@@ -308,20 +310,20 @@ def check_values(problem: Problem) -> None:
         )
 
 
-# Slopes on a GPU that were found good already: asking takes longer there than computing a short sequence.
+# Slopes and norms on a GPU that were found good already: asking takes longer there than computing a short sequence.
 _known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
-def _is_known(slopes: Tensor) -> bool:
-    """Whether these very slopes, unchanged, were looked at before. Remembers them."""
-    if slopes.device.type == "cpu" or slopes.is_inference() or torch.compiler.is_compiling():
+def _is_known(numbers: Tensor) -> bool:
+    """Whether these very numbers, unchanged, were looked at before. Remembers them."""
+    if numbers.device.type == "cpu" or numbers.is_inference() or torch.compiler.is_compiling():
         return False
-    known = _known.get(id(slopes))
-    if known is not None and known[0]() is slopes and known[1] == slopes._version:
+    known = _known.get(id(numbers))
+    if known is not None and known[0]() is numbers and known[1] == numbers._version:
         return True
     if len(_known) > 256:
         _known.clear()
-    _known[id(slopes)] = (weakref.ref(slopes), slopes._version)
+    _known[id(numbers)] = (weakref.ref(numbers), numbers._version)
     return False
 
 
@@ -334,6 +336,23 @@ def require_positive(name: str, slopes: Tensor) -> None:
         f"{name} must be positive and at most 2^64",
         lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
     )
+
+
+# Norms on a GPU that a cache keeps and writes itself, by address: there is nothing to look for in them at every step.
+_kept_norms: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def vouch_for(norms: Tensor) -> None:
+    """Say that nothing negative is ever written to these norms."""
+    if norms.is_cuda and type(norms) is Tensor and not torch.compiler.is_compiling():
+        _kept_norms[norms.data_ptr()] = norms
+
+
+def _require_norms(norms: Tensor) -> None:
+    if norms.is_cuda and (_is_known(norms) or (type(norms) is Tensor and norms.data_ptr() in _kept_norms)):
+        return
+    good = ~(norms < 0)  # NaN is allowed: then everything is visited
+    _require(good, "key_norms must not be negative", lambda: f", got {float(norms.detach()[~good][0])}")
 
 
 def _require(good: Tensor, what: str, came: Callable[[], str]) -> None:

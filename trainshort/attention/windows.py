@@ -83,7 +83,7 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     steepest = torch.atleast_2d(slopes).amax(0).double()
     shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
     if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
-        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1).clamp(min=1).double()
+        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
         kept = torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
     else:
         kept = (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
@@ -154,7 +154,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     past, future = (slope.double() for slope in problem.slopes(torch.float64))  # [B or 1, H]
     looks_back = [sight != "future" for sight in problem.sights]
     looks_ahead = [sight != "past" for sight in problem.sights]
-    sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)])
+    sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)], device="cpu")
     budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
 
     with torch.no_grad():

@@ -49,8 +49,11 @@ def blocks_of(length: int, borders: int) -> int:
 def window_width(queries: int, keys: int, windows: bool, borders: int, causal: bool) -> int:
     """Numbers that describe the windows of a head: FIRST of each query unit and UNTIL of each key unit, and unless
     causal LAST and SINCE. windows: whether a linear bias and a tolerance let keys be skipped."""
-    if not windows or keys < SHORTEST:
-        return 0
+    return window_room(queries, keys, borders, causal) if windows and keys >= SHORTEST else 0
+
+
+def window_room(queries: int, keys: int, borders: int, causal: bool) -> int:
+    """The same where keys are skipped at every length, for compilers that make one graph for all of them."""
     blocks = blocks_of(queries, borders) + blocks_of(keys, borders)
     return blocks * (ROWS // UNIT) * (1 if causal else 2)
 
