@@ -1,5 +1,5 @@
-"""Numbers at the ends of their range, as checks that every backend must pass: queries far beyond the keys, slopes of any
-steepness, NaN where nobody looks. Test files name the backend (and the device) and call these."""
+"""Numbers at the ends of their range, as checks that every backend must pass: queries far beyond the keys, slopes of
+any steepness, NaN where nobody looks. Test files name the backend (and the device) and call these."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Inputs for which the bounds of the kernels are as tight as they can be: what is skipped comes within a step of the
 tolerance, so that a bound which forgets a term skips too much.
 
-All vectors lie on one line, so that Cauchy-Schwarz is an equality. One query per head is loud, all others are zero and
-see distance alone. Its own key attracts it a little less than the longest keys can, those near it repel it, and all keys
-beyond attract it as much as their norm allows. How much less is chosen such that the window must end just before a unit
-of keys that holds a hair more than may be skipped.
+All vectors lie on one line, so that Cauchy-Schwarz is an equality. One query per head is loud, all others are zero
+and see distance alone. Its own key attracts it a little less than the longest keys can, those near it repel it, and
+all keys beyond attract it as much as their norm allows. How much less is chosen such that the window must end just
+before a unit of keys that holds a hair more than may be skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def tail(slope: float) -> float:
 
 
 def tight_case(
-    *, slopes: list[float], tolerance: float, share: float, length: int = 512, ahead: bool = False, offset: float = 0.0
+    *,
+    slopes: list[float],
+    tolerance: float,
+    share: float,
+    length: int = 512,
+    ahead: bool = False,
+    offset: float = 0.0,
 ) -> Case:
     """share: the part of the tolerance that may be skipped on the side in question. ahead: the side of the future."""
     heads = len(slopes)
@@ -47,7 +53,7 @@ def tight_case(
         steps = loud - edge + 1.05 + SLACK / slope - (offset if ahead else 0.0)
         k[head, edge:] = -NORM
         k[head, loud] = NORM - (slope * steps - needs - SLACK)
-        assert 64 <= edge, "length and slope don't fit"
+        assert edge >= 64, "length and slope don't fit"
         # Older keys weigh nothing: every second of them repels, so that the mean of all keys is small.
         spare = max(0, edge - int(8.0 / slope))
         k[head, : min(spare, 2 * edge - length) : 2] = -NORM

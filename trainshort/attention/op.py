@@ -6,7 +6,7 @@ operators take flat arguments; `pack` and `unpack` translate from and to a Probl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -188,16 +188,18 @@ def blocked_backward_op(
 
 @blocked_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(want_bias, *args[:6])
+    return fake_gradients(gradient_like, want_bias, *args[:6])
 
 
-def fake_gradients(want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Shapes and layouts of what a backward operator returns."""
+def fake_gradients(
+    layout: Callable[[Tensor], Tensor], want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Shapes and layouts of what a backward operator returns. layout: an empty gradient for one of q, k and v."""
 
     def like(tensor: Tensor | None) -> Tensor:
         return tensor.new_empty(tensor.shape) if want_bias and tensor is not None else q.new_empty(0)
 
-    return (*(gradient_like(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
+    return (*(layout(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -147,9 +147,7 @@ def _runs(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | Non
     return runs
 
 
-def _cut_still(
-    segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, shape: Shape
-) -> list[Piece]:
+def _cut_still(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, shape: Shape) -> list[Piece]:
     """The pieces of queries that are all beyond their keys, on the same side."""
     assert segment.still is not None
     if sight == ("past" if segment.still < segment.key else "future"):

@@ -92,7 +92,7 @@ class Problem:
 
     @property
     def bias_reach(self) -> int:
-        """How far from a query the bias stops following a simple rule: the largest distance that has its own bucket."""
+        """How far from a query the bias still depends on the distance in a way of its own: T5's largest distance."""
         return self.bias.max_distance if isinstance(self.bias, BucketBias) else 0
 
     def positions(self) -> Tensor:

@@ -5,8 +5,8 @@ Key tiles fall into five ranges, of which causal attention has the first three:
     [k0, u0) masked | [u0, n1) past | [n1, n2) masked, near the diagonal | [n2, u1) future | [u1, k1) masked
 
 Only masked tiles compare positions. In the others the bias is a term of the query plus a term of the key, and in
-causal attention the query's term is left out beyond the nearest keys: it cancels in the softmax. The log-sum-exp of the
-nearest keys is kept apart while that is so, because a steep slope's term would drown it.
+causal attention the query's term is left out beyond the nearest keys: it cancels in the softmax. The log-sum-exp of
+the nearest keys is kept apart while that is so, because a steep slope's term would drown it.
 
 The nearest keys come first, and a unit more than the diagonal. What they sum to is known before any far key is
 visited, and with the norms of the keys says which of them can matter at all: those outside [FROM, TO) are never read

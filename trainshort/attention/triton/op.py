@@ -24,7 +24,7 @@ from trainshort.attention.op import (
 )
 from trainshort.attention.problem import Problem, check_values, require_positive
 from trainshort.attention.triton.known import Known, is_recording
-from trainshort.attention.triton.shapes import borders_of, can_skip, rows_contiguous, window_room
+from trainshort.attention.triton.shapes import borders_of, can_skip, gradient_of, rows_contiguous, window_room
 
 
 @torch.library.custom_op("trainshort::triton", mutates_args=())
@@ -123,7 +123,7 @@ def triton_backward_op(
 
 @triton_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(want_bias, *args[:6])
+    return fake_gradients(gradient_of, want_bias, *args[:6])
 
 
 def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:

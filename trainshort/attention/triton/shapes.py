@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.bias import Bias, BucketBias, LinearBias
+from trainshort.attention.problem import gradient_like
 
 UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
@@ -29,6 +30,13 @@ def allows_tf32() -> bool:
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Uninitialised, of the tensor's shape and laid out as it is: the heads of a token together where it has them so,
+    else one head after another. backward() would copy a gradient that is laid out otherwise than its leaf."""
+    heads_together = tensor.stride(3) == 1 and tensor.stride(1) < tensor.stride(2)
+    return gradient_like(tensor) if heads_together else tensor.new_empty(tensor.shape)
 
 
 def kind_of_bias(bias: Bias) -> int:

@@ -188,7 +188,9 @@ def _stretch(x, X, K, norm):
 
 
 @triton.jit
-def first_needed(x, near, some, origin, after, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units):
+def first_needed(
+    x, near, some, origin, after, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units
+):
     """The first key unit that these queries need. near: a lower bound of each one's log-sum-exp.
 
     origin: the position of the first, and after: how far the others stand behind it, so that float32 holds distances
