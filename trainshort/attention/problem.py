@@ -344,12 +344,16 @@ _kept_norms: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDiction
 
 def vouch_for(norms: Tensor) -> None:
     """Say that nothing negative is ever written to these norms."""
-    if norms.is_cuda and type(norms) is Tensor and not torch.compiler.is_compiling():
+    if _has_address(norms):
         _kept_norms[norms.data_ptr()] = norms
 
 
+def _has_address(norms: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and norms.is_cuda and type(norms) is Tensor
+
+
 def _require_norms(norms: Tensor) -> None:
-    if norms.is_cuda and (_is_known(norms) or (type(norms) is Tensor and norms.data_ptr() in _kept_norms)):
+    if _has_address(norms) and (norms.data_ptr() in _kept_norms or _is_known(norms)):
         return
     good = ~(norms < 0)  # NaN is allowed: then everything is visited
     _require(good, "key_norms must not be negative", lambda: f", got {float(norms.detach()[~good][0])}")
