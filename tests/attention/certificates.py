@@ -66,11 +66,11 @@ def assert_monotone(windows: Tensor) -> None:
         assert bool((lane[~empty].diff(dim=0) >= 0).all())
 
 
-def visited(case: Case, backend: str, block: int = 128) -> Tensor:
+def visited(case: Case, backend: str, block: int = 128, recording: bool = False) -> Tensor:
     """Which key blocks attention gives any weight to, as seen from its output: bool [B, H, Tq, key blocks].
 
     Each value says which block it is from, so that the output is the weight of each block: nothing where the block was
-    not visited. A weight that the number format cannot hold counts as not visited.
+    not visited. A weight that the number format cannot hold counts as not visited. recording: as if for a gradient.
     """
     batch, kv_heads, keys, dim = case.k.shape
     blocks = -(-keys // block)
@@ -78,15 +78,16 @@ def visited(case: Case, backend: str, block: int = 128) -> Tensor:
     for first in range(0, blocks, dim):
         channel = torch.arange(keys, device=case.k.device) // block - first
         values = (channel[:, None] == torch.arange(dim, device=case.k.device)).to(case.v.dtype)
-        with torch.no_grad():
-            out = replace(case, v=values.expand(batch, kv_heads, -1, -1).contiguous()).attend(backend)
+        q = case.q.detach().requires_grad_(recording)
+        with torch.set_grad_enabled(recording):
+            out = replace(case, q=q, v=values.expand(batch, kv_heads, -1, -1).contiguous()).attend(backend).detach()
         shown.append(out[..., : min(dim, blocks - first)] > 0)
     return torch.cat(shown, dim=-1)
 
 
-def unvisited_mass(case: Case, backend: str, block: int = 128) -> Tensor:
+def unvisited_mass(case: Case, backend: str, block: int = 128, recording: bool = False) -> Tensor:
     """The mass of the keys in sight that attention itself did not visit: [B, H, Tq]. Visited blocks must be a run."""
-    seen = visited(case, backend, block).int()
+    seen = visited(case, backend, block, recording).int()
     blocks = seen.shape[-1]
     first = torch.where(seen.any(-1), seen.argmax(-1), 0)
     end = torch.where(seen.any(-1), blocks - seen.flip(-1).argmax(-1), 0)

@@ -7,6 +7,7 @@ kill has `survives` instead, which says why; it is not run.
 
     python -m tests.attention.mutants cpu               all of a campaign
     python -m tests.attention.mutants cpu NAME...       some of it, against all checks, to see which kill it
+    python -m tests.attention.mutants cpu NAME... --checks CHECK...
 
 To add mutants of the Triton kernels: write a table like mutants_cpu.py (paths start with `triton/`) and a module of
 checks with a dictionary `CHECKS` like bounds.py, add a line to `CAMPAIGNS`, and run it with TRITON_INTERPRET=1 in the
@@ -117,6 +118,9 @@ def run_one(mutant: Mutant, checks_module: str, names: Sequence[str]) -> Outcome
 
 def main(campaign_name: str, *names: str) -> int:
     campaign = CAMPAIGNS[campaign_name]
+    against: tuple[str, ...] = ()
+    if "--checks" in names:
+        names, against = names[: names.index("--checks")], names[names.index("--checks") + 1 :]
     mutants = campaign.mutants()
     import torch
 
@@ -127,7 +131,7 @@ def main(campaign_name: str, *names: str) -> int:
         raise SystemExit(f"no such mutant: {', '.join(sorted(unknown))}")
     alive = 0
     for mutant in chosen:
-        outcome = run_one(mutant, campaign.checks, () if names else (mutant.check,))
+        outcome = run_one(mutant, campaign.checks, against if names else (mutant.check,))
         alive += not outcome.dead
         print(f"{'dead ' if outcome.dead else 'ALIVE'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.said}", flush=True)
     print(f"{len(chosen)} mutants of {campaign_name}, {alive} alive")
