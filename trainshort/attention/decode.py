@@ -103,12 +103,13 @@ def _lows(problem: Problem) -> list[list[int]]:
             penalties = slopes[row if len(slopes) > 1 else 0]
             for head in range(kv_heads):
                 norm = (longest[row][head] + tiny) * slack
-                low = keys
+                low = keys - 1  # a window holds the own key, however steep the slope
                 for member in range(group):
                     slope = penalties[head * group + member]
                     nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
                     reach = (nats + spare - math.log(-math.expm1(-slope))) / slope
-                    low = min(low, math.floor(keys - reach) if reach < keys else 0)  # NaN compares false: all of it
+                    # NaN compares false; a score of infinity gives -infinity: all of it.
+                    low = min(low, math.floor(keys - reach) if 0.0 <= reach < keys else 0)
                 lows.append(low // BLOCK * BLOCK)
             rows.append(lows)
     if problem.key_padding_mask is not None:
