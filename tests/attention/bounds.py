@@ -43,7 +43,9 @@ def assert_tight(case: Case, blocks: Sequence[int], tolerances: Sequence[float],
     assert float(most.min()) >= at_least, f"skipped only {float(most.min())} times the tolerance: too loose to tell"
 
 
-def assert_certified(*cases: Case, blocks: Sequence[int] = (1, 16), tolerances: Sequence[float] = (1e-4, 1e-2, 0.3)) -> None:
+def assert_certified(
+    *cases: Case, blocks: Sequence[int] = (1, 16), tolerances: Sequence[float] = (1e-4, 1e-2, 0.3)
+) -> None:
     """No query skips more than a tolerance, however little it is."""
     for case in cases:
         worst = max(float(share.max()) for share in shares(case, blocks, tolerances).values())
@@ -56,8 +58,16 @@ def along(signs: Tensor, lengths: Tensor | float = 1.0) -> Tensor:
 
 
 def ambush(
-    *, queries: int, keys: int, vouching: range, repelling: range, slope: float, place: int | None = None,
-    ahead: int | None = None, size: float = 6.0, **features,
+    *,
+    queries: int,
+    keys: int,
+    vouching: range,
+    repelling: range,
+    slope: float,
+    place: int | None = None,
+    ahead: int | None = None,
+    size: float = 6.0,
+    **features,
 ) -> Case:
     """Keys at these distances before the last query vouch for it or repel it; all older ones attract it.
 
@@ -176,7 +186,9 @@ def nearest_keys() -> None:
     last = few(keys=400)
     assert_tight(replace(last, query_start=700), [1], geometric(1e-9, 4e-9, 12), at_least=0.9)
     assert_tight(replace(last, query_start=40_000), [1], geometric(1e-9, 4e-9, 12), at_least=0.9)
-    by_row = replace(last, q=last.q.expand(2, -1, -1, -1), k=last.k.expand(2, -1, -1, -1), query_start=torch.tensor([399, 380]))
+    by_row = replace(
+        last, q=last.q.expand(2, -1, -1, -1), k=last.k.expand(2, -1, -1, -1), query_start=torch.tensor([399, 380])
+    )
     assert_tight(by_row, [1], FINE, at_least=0.9)
 
 
@@ -224,14 +236,14 @@ def norms_by_block() -> None:
     alone = replace(alone, k=alone.k * lengths)
     for kind in ("blocks", "one"):
         given = replace(alone, key_norms=blocks_of(upper_norms(alone.k), kind), q=alone.q.expand(-1, -1, 2, -1))
-        assert_tight(replace(given, query_start=1298), blocks=[128], tolerances=geometric(1e-6, 1e-2, 40), at_least=0.0)
+        assert_tight(
+            replace(given, query_start=1298), blocks=[128], tolerances=geometric(1e-6, 1e-2, 40), at_least=0.0
+        )
 
 
 def decoding_case(keys: int, slope: float, size: float = 6.0, repel: int = 200, own: float = 1.0, **features) -> Case:
     """The own key aligned with the query, those before it repel, all older ones attract."""
-    case = ambush(
-        queries=1, keys=keys, vouching=range(1), repelling=range(repel), slope=slope, size=size, **features
-    )
+    case = ambush(queries=1, keys=keys, vouching=range(1), repelling=range(repel), slope=slope, size=size, **features)
     k = case.k.clone()
     k[:, :, -1] *= own
     return replace(case, k=k, key_norms=upper_norms(k).amax(-1))
@@ -283,7 +295,9 @@ def decoding_heads() -> None:
     group = replace(two, k=single.k, v=single.v, key_norms=single.key_norms)
     by_row = replace(_twice(single), slopes=torch.tensor([[0.6], [0.02]]))
     unlike = replace(by_row, key_padding_mask=left_padding(1000, 990, length=1000))
-    gentle = replace(_twice(single), slopes=torch.tensor([1e-3]), key_padding_mask=left_padding(1000, 700, length=1000))
+    gentle = replace(
+        _twice(single), slopes=torch.tensor([1e-3]), key_padding_mask=left_padding(1000, 700, length=1000)
+    )
     for each in (case, grouped, rows, padded, group, by_row, unlike, gentle):
         for tolerance in geometric(1e-3, 0.3, 6):
             told = float(shares(each, [128], [tolerance])[tolerance, 128].max())
@@ -304,7 +318,9 @@ def decoding_rounding() -> None:
     base = decoding_case(3000, 0.004, repel=1500)
     signs = torch.sign((base.k * DIRECTION).sum(-1))[..., None]
     for seed in range(40):
-        direction = torch.nn.functional.normalize(torch.randn(DIM, generator=torch.Generator().manual_seed(seed)), dim=0)
+        direction = torch.nn.functional.normalize(
+            torch.randn(DIM, generator=torch.Generator().manual_seed(seed)), dim=0
+        )
         k, q = 1000.0 * signs * direction, (8000.0 * direction).expand_as(base.q)
         case = replace(base, k=k, q=q, key_norms=k.double().norm(dim=-1).amax(-1), scale=1.0)
         assert_certified(case, blocks=[128], tolerances=geometric(1e-3, 0.5, 12))
@@ -355,7 +371,9 @@ def unseen_keys() -> None:
     q = along((torch.arange(160) == 128).float(), 6.0 * DIM**0.5)[None, None]
     tile = Case(q=q, k=along(signs)[None, None], v=q, slopes=torch.tensor([0.02]), query_start=1400 - 160)
     # A head that looks ahead, with attracting keys behind it, and the same for few queries.
-    back = ambush(queries=160, keys=2400, place=1216, vouching=range(1, 300), repelling=range(1), ahead=250, slope=0.02)
+    back = ambush(
+        queries=160, keys=2400, place=1216, vouching=range(1, 300), repelling=range(1), ahead=250, slope=0.02
+    )
     back = replace(back, causal=False, sees=("future",))
     last = replace(back, q=back.q[:, :, -1:], query_start=1216)
     # The first queries of a row, with no key at all before their tile, see one key that weighs, and their own.
@@ -411,10 +429,19 @@ LAYOUTS: dict[str, dict] = {
     "one_sided": {"queries": 330, "causal": False, "sees": ("past", "future", "both")},
     "left_right": {"queries": 330, "causal": False, "future": torch.tensor([0.1, 0.9, 0.3]), "offset": 0.7},
     "packed": {"batch": 1, "queries": 330, "cu_seqlens": torch.tensor([0, 5, 5, 6, 100, 201, 202, 330])},
-    "packed_symmetric": {"batch": 1, "queries": 330, "causal": False, "cu_seqlens": torch.tensor([0, 1, 190, 191, 210, 330])},
+    "packed_symmetric": {
+        "batch": 1,
+        "queries": 330,
+        "causal": False,
+        "cu_seqlens": torch.tensor([0, 1, 190, 191, 210, 330]),
+    },
     "packed_long": {"batch": 1, "queries": 640, "cu_seqlens": torch.tensor([0, 100, 640])},
     "packed_ahead": {
-        "batch": 1, "queries": 640, "cu_seqlens": torch.tensor([0, 540, 640]), "causal": False, "sees": ("future",) * 3,
+        "batch": 1,
+        "queries": 640,
+        "cu_seqlens": torch.tensor([0, 540, 640]),
+        "causal": False,
+        "sees": ("future",) * 3,
     },
     "left_padded": {"queries": 330, "key_padding_mask": left_padding(330, 133, length=330)},
     "right_padded": {"queries": 330, "key_padding_mask": right_padding(330, 100, length=330)},
@@ -428,7 +455,12 @@ LAYOUTS: dict[str, dict] = {
     "grouped": {"queries": 330, "heads": 6, "kv_heads": 2, "slopes": torch.tensor([0.9, 0.3, 0.1, 0.2, 0.5, 0.05])},
     "slopes_by_row": {"queries": 330, "slopes": torch.tensor([[0.9, 0.3, 0.1], [0.05, 0.2, 0.8]])},
     "few": {"queries": 9, "keys": 330},
-    "one_gentle": {"queries": 330, "heads": 6, "kv_heads": 3, "slopes": torch.tensor([1e-3, 1e-3, 0.9, 0.3, 0.1, 1e-3])},
+    "one_gentle": {
+        "queries": 330,
+        "heads": 6,
+        "kv_heads": 3,
+        "slopes": torch.tensor([1e-3, 1e-3, 0.9, 0.3, 0.1, 1e-3]),
+    },
 }
 
 
@@ -563,9 +595,13 @@ def ingredients(name: str) -> None:
 def ingredients_large() -> None:
     """Scores in the thousands and slopes in the hundreds: the slack for rounding is worth something."""
     generator = torch.Generator().manual_seed(0)
-    for seed, (loud, slopes) in enumerate(((1e3, (0.9, 0.3, 0.1)), (3e4, (0.9, 0.3, 0.1)), (1.0, (300.0, 40.0, 5.0)))):
+    for seed, (loud, slopes) in enumerate(
+        ((1e3, (0.9, 0.3, 0.1)), (3e4, (0.9, 0.3, 0.1)), (1.0, (300.0, 40.0, 5.0)))
+    ):
         for features in ({}, {"causal": False}):
-            case = random_case(queries=330, dim=DIM, slopes=torch.tensor(slopes), seed=seed, tolerance=1e-3, **features)
+            case = random_case(
+                queries=330, dim=DIM, slopes=torch.tensor(slopes), seed=seed, tolerance=1e-3, **features
+            )
             wiggle = 1.0 + 1e-3 * torch.randn(case.k.shape, generator=generator)
             for k in (case.k, wiggle * DIRECTION, wiggle * DIRECTION + 3.0 * torch.randn(DIM, generator=generator)):
                 for q in (loud * case.q, loud * DIRECTION * wiggle):

@@ -41,6 +41,15 @@ class Mutant(NamedTuple):
     survives: str = ""  # or why it need not
 
 
+def in_file(file: str, *rows: tuple[str, ...]) -> list[Mutant]:
+    """Mutants of one file. Rows of (name, text, replacement, check), or with "survives" and the reason for the check."""
+    mutants = []
+    for name, text, replacement, *rest in rows:
+        check, reason = (rest[0], "") if len(rest) == 1 else ("", rest[1])
+        mutants.append(Mutant(name, [(file, text, replacement)], check, reason))
+    return mutants
+
+
 class Campaign(NamedTuple):
     table: str  # module with MUTANTS
     checks: str  # module with CHECKS
@@ -50,7 +59,10 @@ class Campaign(NamedTuple):
         return importlib.import_module(self.table).MUTANTS
 
 
-CAMPAIGNS = {"cpu": Campaign("tests.attention.mutants_cpu", "tests.attention.bounds")}
+CAMPAIGNS = {
+    "cpu": Campaign("tests.attention.mutants_cpu", "tests.attention.bounds"),
+    "triton": Campaign("tests.attention.mutants_triton", "tests.attention.triton.bounds", interpreted=True),
+}
 
 
 class Outcome(NamedTuple):
@@ -133,7 +145,10 @@ def main(campaign_name: str, *names: str) -> int:
     for mutant in chosen:
         outcome = run_one(mutant, campaign.checks, against if names else (mutant.check,))
         alive += not outcome.dead
-        print(f"{'dead ' if outcome.dead else 'ALIVE'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.said}", flush=True)
+        print(
+            f"{'dead ' if outcome.dead else 'ALIVE'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.said}",
+            flush=True,
+        )
     print(f"{len(chosen)} mutants of {campaign_name}, {alive} alive")
     return 1 if alive else 0
 

@@ -5,19 +5,10 @@ Only changes that weaken a bound are here: what makes a window wider costs time,
 
 from __future__ import annotations
 
-from tests.attention.mutants import Mutant
+from tests.attention.mutants import in_file
 
 
-def _in(file: str, *rows: tuple[str, ...]) -> list[Mutant]:
-    """Rows of (name, text, replacement, check), or with "survives" and the reason for the check."""
-    mutants = []
-    for name, text, replacement, *rest in rows:
-        check, reason = (rest[0], "") if len(rest) == 1 else ("", rest[1])
-        mutants.append(Mutant(name, [(file, text, replacement)], check, reason))
-    return mutants
-
-
-WINDOWS = _in(
+WINDOWS = in_file(
     "windows.py",
     ("x without slack", "(abs(problem.scale) * slack)", "abs(problem.scale)", "ingredients causal"),
     ("x with the sign of the scale", "(abs(problem.scale) * slack)", "(problem.scale * slack)", "mean_of_near_keys"),
@@ -77,7 +68,7 @@ WINDOWS = _in(
     ("norms of the wrong heads", "problem.key_norms[:, keys],", "problem.key_norms[:, : keys.stop - keys.start],", "heads_apart"),
 )  # fmt: skip
 
-NORMS = _in(
+NORMS = in_file(
     "norms.py",
     ("squares that are lost", "UNDERFLOW = 2.0**-63", "UNDERFLOW = 0.0", "ingredients_tiny"),
     ("a smaller floor", "UNDERFLOW = 2.0**-63", "UNDERFLOW = 2.0**-75", "ingredients_tiny"),
@@ -96,7 +87,7 @@ NORMS = _in(
     ("keys of the first query only", "written = index <= problem.positions()[:, -1:]", "written = index <= problem.positions()[:, :1]", "ingredients start"),
 )  # fmt: skip
 
-NEAR = _in(
+NEAR = in_file(
     "near.py",
     ("no rounding of near scores", "(problem.q.shape[3] + 36) * 2.0**-23 * reach.double()", "0.0 * reach.double()", "rounding"),
     ("no rounding of near sums", "* longest - 1e-5", "* longest", "survives", "the own key, which is not among those that vouch, adds more than float32 rounds off ln n, unless a score repels it, and the slack of that score is larger"),
@@ -128,7 +119,7 @@ NEAR = _in(
     ("nearest: no penalty", "score = score + problem.bias.at(distance.double(), past, future)", "score = score + 0.0 * problem.bias.at(distance.double(), past, future)", "nearest_keys"),
 )  # fmt: skip
 
-DECODE = _in(
+DECODE = in_file(
     "decode.py",
     ("no geometric tail", "(nats + spare - math.log(-math.expm1(-slope))) / slope", "(nats + spare) / slope", "decoding"),
     ("the tail of steeper slopes", "math.log(-math.expm1(-slope))", "math.log(-math.expm1(-2 * slope))", "decoding"),

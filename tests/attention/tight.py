@@ -10,6 +10,7 @@ before a unit of keys that holds a hair more than may be skipped.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,11 +38,12 @@ def tight_case(
     slopes: list[float],
     tolerance: float,
     share: float,
-    length: int = 512,
+    length: int = 513,
     ahead: bool = False,
     offset: float = 0.0,
 ) -> Case:
-    """share: the part of the tolerance that may be skipped on the side in question. ahead: the side of the future."""
+    """share: the part of the tolerance that may be skipped on the side in question. ahead: the side of the future. The
+    loud query is the only one of its tile, so that no other keeps the window wide."""
     heads = len(slopes)
     loud = length - 1
     q, k = torch.zeros(heads, length), torch.full((heads, length), NORM)
@@ -59,10 +61,18 @@ def tight_case(
         k[head, : min(spare, 2 * edge - length) : 2] = -NORM
     q, k = line(q)[None], line(k)[None]
     if ahead:
-        q, k = q.flip(2), k.flip(2)
+        q, k = q.flip(2)[:, :, :1], k.flip(2)
     v = torch.randn(k.shape, generator=torch.Generator().manual_seed(0))
     return Case(
-        q=q, k=k, v=v, slopes=torch.tensor(slopes), scale=1.0, tolerance=tolerance, causal=not ahead, offset=offset
+        q=q,
+        k=k,
+        v=v,
+        query_start=0 if ahead else None,
+        slopes=torch.tensor(slopes),
+        scale=1.0,
+        tolerance=tolerance,
+        causal=not ahead,
+        offset=offset,
     )
 
 
@@ -108,4 +118,42 @@ def decoding_case(slope: float, tolerance: float, keys: int = 900) -> Case:
     norms = torch.full((1, 1), NORM)
     return Case(
         q=q, k=line(k)[None, None], v=v, slopes=torch.tensor([slope]), scale=1.0, tolerance=tolerance, key_norms=norms
+    )
+
+
+def shifted(case: Case, size: float = 25.0) -> Case:
+    """The same weights with keys that share a large part."""
+    return replace(case, k=case.k + line(torch.tensor(size)))
+
+
+def outlier_case(
+    slope: float = 0.03, tolerance: float = 2.0**-6, length: int = 577, edge: int = 320, boost: float = 0.0
+) -> Case:
+    """Far keys that grow into the past at half the rate of the slope, so that each unit counts for the sum over units:
+    together those before `edge` hold a twentieth more than the forward pass may skip. The loud query is the only one
+    of its tile: beside outliers, the bound takes the worst of a tile's queries together.
+
+    boost: in steps from unit to unit, how much more all units but the last before `edge` hold. The last one alone could
+    be skipped then.
+    """
+    step = slope * UNIT / 2
+    back = edge // UNIT - 1 - torch.arange(length) // UNIT  # units from the last before the edge
+    norm = 12.0 + step * (back + boost * (back > 0))
+    k = torch.where(back >= 0, norm, -12.0)
+    q = torch.zeros(length)
+    q[-1] = 1.0
+    weight = k.double() - slope * (length - 1 - torch.arange(length).double())
+    needs = math.log(1.0 / (0.5 * tolerance))
+    if boost:
+        k[-1] = float(torch.logsumexp(weight[back == 0], dim=0)) + needs + tail(step) + 0.02
+    else:
+        k[-1] = float(torch.logsumexp(weight[back >= 0], dim=0)) + needs - 0.05
+    v = torch.randn((1, 1, length, 16), generator=torch.Generator().manual_seed(0))
+    return Case(
+        q=line(q)[None, None],
+        k=line(k)[None, None],
+        v=v,
+        slopes=torch.tensor([slope]),
+        scale=1.0,
+        tolerance=tolerance,
     )
