@@ -11,7 +11,7 @@ from pathlib import Path
 import plotly.graph_objects
 import pytest
 
-from tests.report.made import change, make_run, make_runs, record, write
+from tests.report.made import change, make_run, make_runs, record, skipped, write
 from tests.report.parsed import Page
 from trainshort.report.build import LARGEST_PAGE, build_report, content_of
 from trainshort.report.reading import read_runs
@@ -71,7 +71,7 @@ def test_text_from_runs_stays_text(tmp_path: Path) -> None:
     write(
         folder / "samples.json", [{"prompt": EVIL, "text": EVIL + " and </pre> on"}, "</script>", 7, {"text": None}]
     )
-    change(folder / "evaluation.json", records=[record(64, 5.0), {"length": 128, "mode": "sliding", "skipped": EVIL}])
+    change(folder / "evaluation.json", records=[record(64, 5.0), skipped(128, EVIL)])
     state = {"environment": {"torch": EVIL, "device": EVIL}}
     change(folder / "state" / "state.json", **state)
     (folder / "metrics.jsonl").write_text(EVIL)
@@ -180,8 +180,9 @@ def test_runs_of_another_version_and_other_weights(tmp_path: Path) -> None:
     change(folders[1] / "evaluation.json", model="ffff")
     page = built(tmp_path)
     assert "of version 9: shown as far as it is understood" in page.text
-    assert "other weights than those of the last checkpoint" in page.text
-    assert len(page.chart("extrapolation")["views"][0]["traces"]) == 4
+    assert f"{folders[1] / 'evaluation.json'}: nonoverlapping at 64, 128, 256: left out" in page.text
+    assert "measured with other weights than the run has now" in page.text
+    assert len(page.chart("extrapolation")["views"][0]["traces"]) == 3
 
 
 def test_a_run_without_tests_still_shows_its_training(tmp_path: Path) -> None:

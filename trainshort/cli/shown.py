@@ -148,59 +148,84 @@ def bench_table(records: Sequence[Record], title: str) -> Table:
 
 
 def comparison_tables(result: Record) -> list[Table]:
-    """For each training length a row a method: perplexity at every test length, and how far it is from the first."""
-    return [_comparison_table(result, length) for length in result["config"]["length"]]
+    """For each training length a row a method: perplexity at every test length, and how far it is from the first.
+
+    Of the test that was last asked for alone: what else the runs were tested on, the report shows.
+    """
+    return [_comparison_table(result, test) for test in result["tests"]]
 
 
-def _comparison_table(result: Record, trained: int) -> Table:
-    runs = [run for run in result["runs"] if run["length"] == trained]
+def _comparison_table(result: Record, test: Record) -> Table:
+    runs = [run for run in result["runs"] if run["length"] == test["trained"]]
     methods = list(dict.fromkeys(run["position"] for run in runs))
-    lengths = [record["length"] for record in runs[0]["records"]]
+    lengths = test["lengths"]
     table = new_table(
-        f"perplexity per token, trained at {trained:,}, tested at",
-        [
-            "method",
-            *(f"{length:,}" for length in lengths),
-            "tokens/s",
-            "memory",
-            "kept",
-        ],
+        f"perplexity per token, trained at {test['trained']:,}, tested at",
+        ["method", *(f"{length:,}" for length in lengths), "tokens/s", "memory", "kept"],
     )
-    notes = []
+    notes: list[str] = []
+    counts = {}
     for method in methods:
         same = [run for run in runs if run["position"] == method]
-        by_length = [[run["records"][place] for run in same] for place in range(len(lengths))]
-        base = mean_of(by_length[0], "perplexity")
-        cells = [method]
-        for place, records in enumerate(by_length):
-            value = mean_of(records, "perplexity")
-            change = percent(value / base - 1) if value and base and place else ""
-            cells.append(f"{number(value)}\n{change}")
-            if value is None and "skipped" in records[0] and (note := f"–  {records[0]['skipped']}") not in notes:
-                notes.append(note)
-        last = by_length[-1]
-        speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
-        kept = [mean_kept(record) for record in last if "kept" in record]
-        cells.append("–" if speed is None else f"{speed:,.0f}")
-        cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
-        cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
-        table.add_row(*cells)
-    seeds = len(result["config"]["seeds"])
+        counts[method] = len(same)
+        table.add_row(method, *_comparison_cells(method, same, test, notes))
     last_column = f"percent: change from {lengths[0]:,}; speed, memory and keys kept at {lengths[-1]:,}"
-    table.caption = "\n".join(
-        [*_compared(runs), last_column, *([f"means of {seeds} seeds"] if seeds > 1 else []), *notes]
-    )
+    table.caption = "\n".join([*_compared(runs, test), last_column, *_seeds(counts), *dict.fromkeys(notes)])
     return table
 
 
-def _compared(runs: Sequence[Record]) -> list[str]:
+def _comparison_cells(method: str, runs: Sequence[Record], test: Record, notes: list[str]) -> list[str]:
+    """Means over the seeds of one method, where each of them was tested exactly so."""
+    by_length = []
+    for place, length in enumerate(test["lengths"]):
+        found = [_tested_so(run, test, place) for run in runs]
+        missing = [str(run["seed"]) for run, record in zip(runs, found, strict=True) if record is None]
+        if missing:
+            notes.append(
+                f"–  {method} at {length:,}: left out, seed {', '.join(missing)} was not tested like the rest"
+            )
+        by_length.append([] if missing else [record for record in found if record is not None])
+    base = mean_of(by_length[0], "perplexity")
+    cells = []
+    for place, records in enumerate(by_length):
+        value = mean_of(records, "perplexity")
+        change = percent(value / base - 1) if value and base and place else ""
+        cells.append(f"{number(value)}\n{change}")
+        notes += [f"–  {record['skipped']}" for record in records if "skipped" in record]
+    last = by_length[-1]
+    speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
+    kept = [mean_kept(record) for record in last if "kept" in record]
+    cells.append("–" if speed is None else f"{speed:,.0f}")
+    cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
+    cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
+    return cells
+
+
+def _tested_so(run: Record, test: Record, place: int) -> Record | None:
+    """The record of that test at its length number `place`."""
+    wanted = {name: test[name] for name in ("data", "split", "first_token", "end_token", "mode", "dtype")}
+    wanted |= {"length": test["lengths"][place], "stride": test["strides"][place]}
+    matching = (each for each in run["records"] if all(each.get(name) == value for name, value in wanted.items()))
+    return next(matching, None)
+
+
+def _seeds(counts: Mapping[str, int]) -> list[str]:
+    if len(set(counts.values())) > 1:
+        return ["means over seeds: " + ", ".join(f"{method} {count}" for method, count in counts.items())]
+    count = max(counts.values())
+    return [f"means of {count} seeds"] if count > 1 else []
+
+
+def _compared(runs: Sequence[Record], test: Record) -> list[str]:
     training = runs[0]["training"]
-    done = [record for run in runs for record in run["records"] if "skipped" not in record]
     rates = {run["position"]: run["lr"] for run in runs}
     same = len(set(rates.values())) == 1
     rate = f"learning rate {runs[0]['lr']:g}" if same else ", ".join(f"{name} {lr:g}" for name, lr in rates.items())
-    scored = [f"every figure is over the same {done[0]['scored_tokens']:,} tokens, each scored once"] if done else []
-    return [f"each trained on {training['tokens']:,} tokens, {rate}", *scored]
+    scored = test["end_token"] - test["first_token"]
+    return [
+        f"each trained on {training['tokens']:,} tokens, {rate}",
+        f"every figure is over the same {scored:,} tokens, each scored once",
+    ]
 
 
 def percent(change: float) -> str:
@@ -208,8 +233,8 @@ def percent(change: float) -> str:
 
 
 def mean_of(records: Sequence[Record], name: str) -> float | None:
-    """Over seeds; None where one of them has no such figure."""
+    """Over seeds; None where one of them has no such figure, or there are none."""
     values = [record.get(name) for record in records]
-    if any(value is None for value in values):
+    if not values or any(value is None for value in values):
         return None
     return float(sum(value for value in values if value is not None) / len(values))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from trainshort.models import LanguageModel, load
 
 Progress = Callable[[int, int, int], None]  # length, newly scored tokens, all that will be
 WARM_UP = 256  # tokens, before anything is timed
+HASHED_AT_ONCE = 2**20  # tokens
 
 
 class Data(Protocol):
@@ -43,10 +46,22 @@ class Text:
     source: Data | None
     split: str
 
+    @cached_property
+    def identity(self) -> str:
+        """A name for exactly these data: their own, or one made of the tokens."""
+        named = getattr(self.source, "identity", None)
+        if named is not None:
+            return str(named)
+        digest = hashlib.sha256()
+        for start in range(0, len(self.tokens), HASHED_AT_ONCE):
+            digest.update(np.asarray(self.tokens[start : start + HASHED_AT_ONCE]).astype("<i8").tobytes())
+        return f"tokens {digest.hexdigest()}"
+
     @property
-    def identity(self) -> str | None:
-        """A name for exactly these data, where they have one."""
-        return getattr(self.source, "identity", None)
+    def folder(self) -> str | None:
+        """Where they came from, for people to read."""
+        folder = getattr(self.source, "folder", None)
+        return None if folder is None else str(folder)
 
     def counts(self, first: int, last: int) -> tuple[int | None, int | None]:
         """Words and bytes of the tokens that the places [first, last) predict."""
@@ -64,7 +79,8 @@ def evaluate(
     on_scored: Progress | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """One record for each length. With a run's folder, each is also put into its evaluation.json at once.
+    """One record for each length. With a run's folder, each is also put into its evaluation.json at once, where
+    records of other data, windows, tokens, weights and dtypes stay.
 
     data: TokenData, or an array of tokens, of which words and bytes are then not known. on_scored and on_record
     are told of progress.
@@ -90,6 +106,7 @@ def evaluate(
         for length in config.lengths:
             record = _at_length(network, text, config, length, (first, last), on_scored)
             if folder is not None and weights is not None:
+                record = {"model": weights} | record
                 add_record(folder, record, weights)
             records.append(record)
             if on_record is not None:
@@ -149,6 +166,8 @@ def _at_length(
         "first_token": first + 1,
         "end_token": last + 1,
         "data": text.identity,
+        "data_folder": text.folder,
+        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
     }
     limit = model.position.max_length
     if limit is not None and length > limit:
@@ -185,7 +204,6 @@ def _at_length(
         "tokens_per_second": round(scored / seconds, 1),
         "peak_memory_bytes": peak.bytes,
         "device": str(device),
-        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
     if config.kept:

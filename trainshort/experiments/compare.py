@@ -1,6 +1,7 @@
 """Methods x lengths x seeds: each run in its own folder, what is done already is not done again.
 
-Leaves the runs, each with its evaluation.json, and comparison.json, which names them all with their records.
+Leaves the runs, each with its evaluation.json, and comparison.json, which names them all with their records and is
+extended when more methods, lengths, seeds or tests are compared into the same folder.
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import trainshort
 from trainshort.data import PrepareConfig, TokenData
-from trainshort.data.files import write_json
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.evaluate import Progress, evaluate
-from trainshort.evaluation.records import Record, fingerprint, read_records
+from trainshort.evaluation.records import Record, fingerprint, key_of, read_records
 from trainshort.evaluation.windows import scored_span
+from trainshort.experiments.comparison import NAME as NAME
+from trainshort.experiments.comparison import Comparison, common_test
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
 from trainshort.experiments.samples import write_samples
 from trainshort.positions import plain_options
 from trainshort.training import RunFolder, TrainConfig
 from trainshort.training.train import train
-
-FORMAT, VERSION = "trainshort comparison", 1
-NAME = "comparison.json"
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,10 @@ class Watcher:
 
 
 def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train and test everything that is not there yet; returns what comparison.json holds."""
+    """Train and test everything that is not there yet; returns what comparison.json holds, earlier runs included."""
     watcher = watcher or Watcher()
     for position in config.positions:
         plain_options(position, {})  # refuses unknown names before any work is done
-    out = Path(config.out)
     data = _data(config, watcher)
     _check_tests(config, data)
     planned = [
@@ -53,23 +50,23 @@ def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, 
     ]
     for *_, training in planned:
         _refuse_another_run(training, data)
+    comparison = Comparison(config, data)
+    comparison.refuse_others([training for *_, training in planned])
     new = {training.out: training for *_, training in planned if not RunFolder(training.out).finished}
     if config.jobs > 1 and len(new) > 1:
         watcher.say(f"training {len(new)} runs, {config.jobs} at once")
         train_all(list(new.values()), config.jobs, watcher.say)
-    runs: list[dict[str, Any]] = []
     for number, (position, length, seed, training) in enumerate(planned, 1):
         head = f"[{number}/{len(planned)}] {Path(training.out).name}"
         summary = _trained(training, training.out in new, head, watcher)
         records = _tested(training, config.evaluation(length), data, head, watcher)
         write_samples(Path(training.out), data)
-        folder = Path(training.out).name
-        runs.append(
-            {"folder": folder, "position": position, "length": length, "seed": seed, "lr": training.lr}
-            | {"training": summary, "records": records}
-        )
-        write_json(out / NAME, _result(config, data, runs))
-    return _result(config, data, runs)
+        entry = {"folder": Path(training.out).name, "position": position, "length": length, "seed": seed}
+        comparison.add(entry | {"lr": training.lr, "config": training.to_dict(), "training": summary}, records)
+        if (test := common_test(length, records)) not in comparison.tests:
+            comparison.tests.append(test)
+        comparison.write()
+    return comparison.content()
 
 
 def _data(config: CompareConfig, watcher: Watcher) -> TokenData:
@@ -121,16 +118,12 @@ def _tested(
     """Evaluate the run at the lengths whose records are not there yet; all of its records for this test."""
     folder = Path(training.out)
     first, last = scored_span(len(data.validation), config.lengths, limit=config.tokens, lead=config.lead)
+    weights = fingerprint(folder / "model.safetensors")
+    test = (weights, data.identity, config.split, first + 1, last + 1, config.mode)
+    keys = {(*test, config.stride_of(length), length, config.dtype) for length in config.lengths}
 
     def wanted() -> dict[int, Record]:
-        return {
-            record["length"]: record
-            for record in read_records(folder, fingerprint(folder / "model.safetensors"))
-            if (record["mode"], record["stride"]) == (config.mode, config.stride_of(record["length"]))
-            and (record["first_token"], record["end_token"]) == (first + 1, last + 1)
-            and (record["split"], record["data"]) == (config.split, data.identity)
-            and record["length"] in config.lengths
-        }
+        return {record["length"]: record for record in read_records(folder, weights) if key_of(record) in keys}
 
     missing = tuple(length for length in config.lengths if length not in wanted())
     if missing:
@@ -139,15 +132,3 @@ def _tested(
             evaluate(folder, data, replace(config, lengths=missing, tokens=last - first), on_scored=on_scored)
     found = wanted()
     return [found[length] for length in config.lengths]
-
-
-def _result(config: CompareConfig, data: TokenData, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    about = {"folder": str(data.folder), "identity": data.identity, "sources": data.meta["config"]["sources"]}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "trainshort": trainshort.__version__,
-        "config": config.to_dict(),
-        "data": about | {"tokenizer": data.meta["tokenizer"], "splits": data.meta["splits"]},
-        "runs": runs,
-    }

@@ -154,5 +154,6 @@ class CompareConfig(Settings):
             mode=self.mode,
             stride=self.stride,
             tokens=self.test_tokens,
+            dtype="float32",  # of the weights, which training keeps so: a test in another is another test
             device=None if self.device == "auto" else self.device,
         )
