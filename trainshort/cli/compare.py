@@ -18,6 +18,7 @@ EXAMPLES = """
   trainshort compare                                            minutes on two cores, no files needed
   trainshort compare --recipe demo                              what `make demo` runs
   trainshort compare --data data --positions alibi rotary t5 sinusoidal --length 256 --steps 5000
+  trainshort compare --data data --import shape.py --positions shape alibi    a method of your own
   trainshort compare --data data --recipe figure1 --model small-124m      the paper's Figure 1
   trainshort compare --data data --positions alibi sinusoidal --length 128 256 --seeds 0 1 2
 """
@@ -44,6 +45,7 @@ class Flags(CompareConfig):
 
 
 def run(config: CompareConfig) -> int:
+    from trainshort.cli.report import labels
     from trainshort.cli.shown import comparison_tables, evaluation_progress, print_table
     from trainshort.experiments.compare import NAME, Watcher, compare
     from trainshort.experiments.parallel import Stopped
@@ -61,5 +63,5 @@ def run(config: CompareConfig) -> int:
     for table in comparison_tables(result):
         print_table(table)
     print(f"runs and {NAME} are in {config.out}")
-    print(f"the report is {build_report([config.out], f'{config.out}/report').page}")
+    print(f"the report is {build_report([config.out], f'{config.out}/report', names=labels()).page}")
     return 0

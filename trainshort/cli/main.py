@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "attention on this machine, beside what torch offers",
     "report": "one page, figures and tables from the files of runs",
 }
+IMPORTING = ("train", "evaluate", "compare", "generate", "report")  # take --import
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table
   trainshort prepare book.txt --out data
@@ -84,7 +85,21 @@ def _run(name: str, words: list[str]) -> int:
     parser = Parser(f"trainshort {name}", (command.__doc__ or "").strip(), getattr(command, "EXAMPLES", ""))
     add_fields(parser, command.Flags)
     add_debug(parser)
+    if name in IMPORTING:
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="FILE.py",
+            help="run this file first: it makes a position method of your own known; may be given several times",
+        )
     flags = read(parser, command.Flags, words)
+    if name in IMPORTING and (files := parser.parse_args(words).imports):
+        from trainshort.positions import import_file
+
+        for file in files:
+            import_file(file)
     return int(command.run(flags) or 0)
 
 

@@ -54,7 +54,6 @@ def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, 
     comparison.refuse_others([training for *_, training in planned])
     new = {training.out: training for *_, training in planned if not RunFolder(training.out).finished}
     if config.jobs > 1 and len(new) > 1:
-        watcher.say(f"training {len(new)} runs, {config.jobs} at once")
         train_all(list(new.values()), config.jobs, watcher.say)
     for number, (position, length, seed, training) in enumerate(planned, 1):
         head = f"[{number}/{len(planned)}] {Path(training.out).name}"

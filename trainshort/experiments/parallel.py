@@ -1,8 +1,8 @@
 """Several runs trained at once, each in a process of its own with its share of the cores.
 
 Small models are trained faster by two processes with one thread each than by one with two. A stop is passed on: every
-run is saved before this ends. Methods that a script has registered are not known to the processes; train those one
-after the other.
+run is saved before this ends. The processes import the files with position methods that were imported here; methods
+that a script has put into the table by itself they can't know.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainshort.positions import import_file
+from trainshort.positions.imported import imported_files, origin_of
 from trainshort.training.config import TrainConfig
 from trainshort.training.run import Interrupted
 from trainshort.training.stopping import StopSignals
@@ -36,7 +38,7 @@ class _Process:
     def __init__(self, config: TrainConfig, threads: int, say: Say) -> None:
         self.name, self.last_line = Path(config.out).name, ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainshort.experiments.parallel", config.to_json()],
+            [sys.executable, "-m", "trainshort.experiments.parallel", config.to_json(), *imported_files()],
             stderr=subprocess.PIPE,
             text=True,
             env={"OMP_NUM_THREADS": str(threads), **os.environ},
@@ -64,6 +66,9 @@ class _Process:
 
 def train_all(configs: Sequence[TrainConfig], jobs: int, say: Say) -> None:
     """Train every run, up to `jobs` at once. The first error ends the others, saved."""
+    for config in configs:
+        _refuse_unknown_to_others(config.position)
+    say(f"training {len(configs)} runs, {jobs} at once")
     threads = max(1, cores() // jobs)
     waiting, running = list(configs), list[_Process]()
     try:
@@ -87,16 +92,27 @@ def train_all(configs: Sequence[TrainConfig], jobs: int, say: Say) -> None:
         raise Stopped(number)
 
 
+def _refuse_unknown_to_others(position: str) -> None:
+    module = (origin_of(position) or {}).get("module")
+    if module is not None:
+        raise ValueError(
+            f"position {position!r} was put into the table by {module}, which other processes don't import: train "
+            "one run at a time with jobs 1, or make it known with trainshort.positions.import_file (--import)"
+        )
+
+
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main() -> int:
-    """The process of one run. Its config is the argument; errors are one line, as the command line has them."""
+    """The process of one run: its config, then the files to import. Errors are one line, as on the command line."""
     from trainshort.training.train import train
 
     try:
+        for path in sys.argv[2:]:
+            import_file(path)
         train(TrainConfig.from_json(sys.argv[1]), resume=True)
     except Interrupted as stop:
         return stop.status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,11 +43,18 @@ class Report:
 
 
 def build_report(
-    paths: Iterable[str | Path], out: str | Path, *, title: str | None = None, figures: bool = True, dots: int = 200
+    paths: Iterable[str | Path],
+    out: str | Path,
+    *,
+    title: str | None = None,
+    names: Mapping[str, str] | None = None,
+    figures: bool = True,
+    dots: int = 200,
 ) -> Report:
     """Read the runs at the paths and write the report into the folder `out`.
 
-    figures: also draw SVG and PNG files, the latter with `dots` to the inch.
+    names: what to call position methods that are not ours. figures: also draw SVG and PNG files, the latter with
+    `dots` to the inch.
     """
     paths = list(paths)
     found = read_runs(paths)
@@ -55,8 +62,8 @@ def build_report(
         named = "; ".join(f"{each.path}: {each.what}" for each in found.problems[:3])
         raise ValueError(f"there is no run to report on ({named or 'no paths were given'})")
     plotly = _plotly(figures)
-    content, text = _fitting(found, title, plotly)
-    charts_and_tables = content_of(found, title=title)  # in files nothing is left out
+    content, text = _fitting(found, title, names, plotly)
+    charts_and_tables = content_of(found, title=title, names=names)  # in files nothing is left out
     files = {f"tables/{each.id}.csv": each.table.csv.encode() for each in charts_and_tables.charts if each.table}
     files["tables/runs.csv"] = content.about_runs.csv.encode()
     for listed in content.tables:
@@ -74,19 +81,26 @@ def build_report(
     return Report(out / PAGE, written, len(found.runs), problems)
 
 
-def _fitting(found: Found, title: str | None, plotly: str) -> tuple[Content, str]:
+def _fitting(found: Found, title: str | None, names: Mapping[str, str] | None, plotly: str) -> tuple[Content, str]:
     """The page with as much in it as its limit allows."""
     for places in CURVE_PLACES:
-        content = content_of(found, title=title, places=places, complete=places == CURVE_PLACES[0])
+        content = content_of(found, title=title, names=names, places=places, complete=places == CURVE_PLACES[0])
         text = page(content, plotly)
         if len(text.encode("utf-8")) <= LARGEST_PAGE:
             break
     return content, text
 
 
-def content_of(found: Found, *, title: str | None, places: int = CURVE_PLACES[0], complete: bool = True) -> Content:
+def content_of(
+    found: Found,
+    *,
+    title: str | None,
+    names: Mapping[str, str] | None = None,
+    places: int = CURVE_PLACES[0],
+    complete: bool = True,
+) -> Content:
     """Everything that the page shows, as numbers and text; if not `complete`, without what takes most room."""
-    methods, tests = methods_of(found.runs), tested(found.runs)
+    methods, tests = methods_of(found.runs, names), tested(found.runs)
     shown: list[Chart] = []
     missing: dict[str, str] = {}
     tables: list[Listed] = []

@@ -22,7 +22,9 @@ class TrainConfig(Settings):
     out: str = field(metadata={"help": "the run folder to write", "metavar": "FOLDER", **_FREE})
     position: str = field(
         default="alibi",
-        metadata={"help": "the position method: alibi, sinusoidal, learned, rotary, t5, none, or one of your own"},
+        metadata={
+            "help": "the position method: alibi, sinusoidal, learned, rotary, t5, none, or your own (--import)"
+        },
     )
     length: int = field(default=512, metadata={"help": "tokens in a training sequence", "least": 1})
     model: str = field(default="tiny", metadata={"help": "the recipe of the model's size", "choices": tuple(RECIPES)})

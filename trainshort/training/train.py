@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from trainshort.data.dataset import TokenData
-from trainshort.data.files import is_full
+from trainshort.data.files import is_full, read_json
 from trainshort.models import LanguageModel, ModelConfig, save
-from trainshort.models.checkpoints.native import fill
+from trainshort.models.checkpoints.native import check_position, fill
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
@@ -76,6 +76,8 @@ class _Trainer:
             end_id=self.data.end_id if apart else None,
         )
         torch.manual_seed(config.seed)
+        if saved is not None and (path := run.folder / "config.json").exists():
+            check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
         self.model = LanguageModel(ModelConfig.from_dict(config.model_fields(self.data.vocab_size)))
         self.model.tokenizer = self.data.tokenizer
         self.model.to(device)

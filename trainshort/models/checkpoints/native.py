@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
+from trainshort.positions import is_known
+from trainshort.positions.imported import how_to_import, origin_of
 
 FORMAT = "trainshort"
 VERSION = 1
@@ -38,13 +40,15 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
         raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {
+    header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "kind": kind,
         "tokenizer": model.tokenizer is not None,
         "model": model.config.to_dict(),
     }
+    if (origin := origin_of(model.config.position)) is not None:
+        header["position_origin"] = origin  # for people to read: nothing is ever imported because of it
     stale = model.tokenizer is None and _holds_our_tokenizer(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _stored(model).items()}
     writers: dict[str, Callable[[Path], Any]] = {
@@ -95,6 +99,7 @@ def load(
         raise ValueError(f"{where}: version {header.get('version')!r} is not one this trainshort reads ({VERSION})")
     if header.get("kind") not in list(KINDS):
         raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}; got {header.get('kind')!r}")
+    check_position(where, header)
     try:
         model: Any = KINDS[header["kind"]](ModelConfig.from_dict(header["model"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -104,6 +109,15 @@ def load(
         model = model.to(stored)
     fill(model, weights)
     return model.to(dtype=dtype, device=device)
+
+
+def check_position(path: Path, header: dict[str, Any]) -> None:
+    """Refuse a model whose position method is not known here, and say where it came from."""
+    model = header.get("model")
+    name = model.get("position") if isinstance(model, dict) else None
+    origin = header.get("position_origin")
+    if isinstance(name, str) and origin is not None and not is_known(name):
+        raise ValueError(f"{path}: the position method {name[:100]!r} is not known here; {how_to_import(origin)}")
 
 
 def fill(model: nn.Module, path: Path) -> None:
