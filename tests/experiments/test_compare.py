@@ -111,7 +111,8 @@ def test_a_longer_list_of_methods_and_lengths_adds_what_is_new(
     config = small(data, tmp_path, positions=("alibi", "none"), multiples=(1, 2, 4, 8), test_tokens=256)
     compare(config, Watcher(say=said.append))
     assert trained == ["none"]
-    assert "[1/2] alibi-16-seed0: testing at 128" in said
+    assert "run 1 of 2, alibi at 16, seed 0: testing at 128" in said
+    assert any(text.startswith("run 2 of 2, none at 16, seed 0: trained in") for text in said)
 
 
 def test_a_test_on_other_data_does_not_count(data: Path, tmp_path: Path) -> None:

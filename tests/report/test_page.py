@@ -65,6 +65,20 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert len(scripts) == 2
 
 
+def test_no_button_sends_anything_away(tmp_path: Path) -> None:
+    make_runs(tmp_path / "runs")
+    _, plotly, script = built(tmp_path).scripts
+    buttons = set(re.findall(r'push\("(\w*(?:[Cc]loud|Studio)\w*)"\)', plotly))
+    settings = set(re.findall(r"(show\w*(?:Cloud|Studio|Link)):\{valType", plotly))
+    assert buttons  # plotly still calls them so
+    assert settings
+    removed = set(re.findall(r'"(\w+)"', script.split("modeBarButtonsToRemove: [")[1].split("]")[0]))
+    assert buttons <= removed
+    for each in settings:
+        assert f"{each}: false" in script
+    assert 'plotlyServerURL: ""' in script
+
+
 def test_text_from_runs_stays_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs" / "<script>alert(1)<", EVIL, model=EVIL)
     make_run(tmp_path / "runs" / "alibi")

@@ -138,6 +138,16 @@ def test_speeds_of_different_machines_have_no_mean(tmp_path: Path) -> None:
     assert cost.notes == ["ALiBi at 64: runs differ in device or threads: no mean"]
 
 
+def test_speeds_of_a_loaded_machine_are_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "alibi")
+    path = tmp_path / "alibi" / "evaluation.json"
+    first, *others = json.loads(path.read_text())["records"]
+    change(path, records=[first | {"waiting": 0.42}, *(each | {"waiting": 0.05} for each in others)])
+    cost = next(chart for chart in content_of(read_runs([tmp_path]), title=None).charts if chart.name == "cost")
+    (note,) = cost.notes
+    assert note.startswith("ALiBi at 64 (42%): measured on a loaded machine")
+
+
 def test_a_gone_run_is_put_with_those_that_differ_in_the_seed_alone(tmp_path: Path) -> None:
     kept = make_run(tmp_path / "alibi-64-seed0")
     config = json.loads((kept / "train.json").read_text())

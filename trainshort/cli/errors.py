@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
-from collections.abc import Iterable
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileExistsError)
@@ -14,10 +18,72 @@ class UsageError(Exception):
     """What was typed cannot be understood: exit status 2."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what there is to say about it is the same as after Ctrl-C."""
+
+    status = 128 + signal.SIGTERM
+
+
+class Stopped(KeyboardInterrupt):
+    """With what is done and how to go on."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """While this is open, SIGTERM raises Terminated where the program is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def on_stop(tell: Callable[[], str]) -> Iterator[None]:
+    """If this is stopped, say what is done and how to go on, unless who stopped has said it."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if str(stop):
+            raise
+        raise Stopped(tell(), int(getattr(stop, "status", INTERRUPTED))) from None
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A hint at the nearest of the known names, or nothing."""
     near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def name_flags(text: str, fields: Iterable[str]) -> str:
+    """An error of the library as one of the command line: it names flags where the library names fields.
+
+    Both, as in `out (--out)`, become the flag. A name with an underscore is a field wherever it stands; one that is
+    a word too is one where it begins what is said, or is a factor. What is said of one position is of --positions.
+    """
+    fields = list(fields)
+    text = re.sub(r"\b[\w.]+ \((--[a-z][\w-]*(?: [A-Z][\w.]*)?)\)", r"\1", text)
+    for name in fields:
+        flag = "--" + name.replace("_", "-")
+        if "_" in name:
+            text = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./'\"])", flag, text)
+            continue
+        said = r"must|may|is for|names|needs|goes with|was"
+        one = name if name.removesuffix("s") in fields else name.removesuffix("s") + "s?"
+        text = re.sub(rf"(^|\(|[;:] ){one}(?= (?:{said})\b)", rf"\g<1>{flag}", text)
+        text = re.sub(rf"(?<![\w-]){name}(?= x )|(?<= x ){name}\b", flag, text)
+    return text
 
 
 def sentence(error: BaseException) -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainshort.cli.errors import on_stop
 
 EXAMPLES = """
   trainshort report runs/demo                                 what compare left there
@@ -42,11 +45,18 @@ def labels() -> dict[str, str]:
 
 
 def run(flags: Flags) -> None:
-    from trainshort.report.build import build_report
+    from trainshort.cli.shown import waiting
+    from trainshort.report.build import PAGE, build_report
 
-    report = build_report(
-        flags.runs, flags.out, title=flags.title, names=labels(), figures=flags.figures, dots=flags.dots
-    )
+    def left() -> str:
+        page = Path(flags.out) / PAGE
+        kept = f"{page} is as it was before" if page.exists() else "there is no page yet"
+        return f"stopped; {kept}: the same command makes it again from the files of the runs"
+
+    with on_stop(left), waiting("reading the runs and drawing figures"):
+        report = build_report(
+            flags.runs, flags.out, title=flags.title, names=labels(), figures=flags.figures, dots=flags.dots
+        )
     for problem in report.problems:
         print(problem, file=sys.stderr)
     runs = f"{report.runs} run" + ("" if report.runs == 1 else "s")

@@ -6,13 +6,15 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from trainshort.data.machine import LOADED, in_words
 
 Record = Mapping[str, Any]
 
@@ -37,28 +39,6 @@ def new_table(title: str, columns: Sequence[str], caption: str | None = None) ->
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place == 0 else "right")
     return table
-
-
-@contextlib.contextmanager
-def evaluation_progress(lengths: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Told of each length, the tokens newly scored at it, and how many there will be."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(compact=True),
-        console=console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        tasks: dict[int, Any] = {}
-
-        def on_scored(length: int, tokens: int, total: int) -> None:
-            if length not in tasks:
-                tasks[length] = progress.add_task(f"length {length:,} ({len(tasks) + 1} of {lengths})", total=total)
-            progress.update(tasks[length], advance=tokens)
-
-        yield on_scored
 
 
 @contextlib.contextmanager
@@ -99,7 +79,7 @@ def evaluation_table(title: str, records: Sequence[Record]) -> Table:
             number(record["perplexity"]),
             number(record["perplexity_per_word"]),
             number(record["bits_per_byte"]),
-            f"{record['tokens_per_second']:,.0f}",
+            f"{record['tokens_per_second']:,.0f}{'*' if is_loaded(record) else ''}",
             f"{record['peak_memory_bytes'] / 1e6:,.0f} MB",
             f"{mean_kept(record):.1%}" if "kept" in record else "–",
         )
@@ -118,7 +98,14 @@ def _scored(records: Sequence[Record]) -> str:
             notes.insert(
                 1, "kept: the part of all keys in sight that attention visits, the rest provably can't matter"
             )
+    notes += _loaded(done)
     return "\n".join(notes)
+
+
+def _loaded(records: Sequence[Record]) -> list[str]:
+    """What a star at a speed means, if there is one."""
+    shares = [record["waiting"] for record in records if is_loaded(record)]
+    return [f"*: measured{in_words(max(shares)).removeprefix(',')}"] if shares else []
 
 
 def mean_kept(record: Record) -> float:
@@ -127,24 +114,39 @@ def mean_kept(record: Record) -> float:
     return float(sum(every) / len(every))
 
 
-def bench_table(records: Sequence[Record], title: str) -> Table:
-    """Milliseconds, and how many times as fast ours is."""
-    others = [name for name in records[0]["ms"] if name != "trainshort"]
-    table = new_table(title, ["length", "kept", "trainshort", *(f"torch,\n{name}" for name in others)])
-    notes: dict[str, None] = {}
-    for record in records:
-        ours = record["ms"]["trainshort"]
-        cells = [f"{record['batch']} x {record['length']:,}", f"{record['kept']:.1%}", f"{ours:,.1f} ms"]
-        for name in others:
-            time = record["ms"][name]
-            cells.append("–" if time is None else f"{time:,.1f} ms\n{time / ours:.2f}x")
-            if time is None and name in record["why"]:
-                notes[f"–  {name}: {record['why'][name]}"] = None
-        table.add_row(*cells)
-    table.caption = "\n".join(
-        ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits", *notes]
+BENCH_WIDTHS = (11, 7, 11, 16)  # of length, kept, ours, each of the others: 80 columns in all
+
+
+def bench_heading(others: Sequence[str]) -> str:
+    first, second, third, rest = BENCH_WIDTHS
+    return f"{'length':>{first}}{'kept':>{second}}{'trainshort':>{third}}" + "".join(
+        f"{each:>{rest}}" for each in others
     )
-    return table
+
+
+def bench_row(record: Record) -> str:
+    """Milliseconds, and how many times as fast ours is."""
+    first, second, third, rest = BENCH_WIDTHS
+    ours = record["ms"]["trainshort"]
+    shape = f"{record['batch']} x {record['length']:,}"
+    row = f"{shape:>{first}}{record['kept']:>{second}.1%}{ours:>{third},.1f}"
+    for name, time in record["ms"].items():
+        if name != "trainshort":
+            row += f"{'–' if time is None else f'{time:,.1f} {time / ours:.2f}x':>{rest}}"
+    return row + ("  loaded" if is_loaded(record) else "")
+
+
+def bench_notes(records: Sequence[Record]) -> list[str]:
+    notes = ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits"]
+    for record in records:
+        notes += [f"–  {name}: {why}" for name, why in record["why"].items()]
+        if is_loaded(record):
+            notes.append(f"{record['length']:,}: measured{in_words(record['waiting']).removeprefix(',')}")
+    return list(dict.fromkeys(notes))
+
+
+def is_loaded(record: Record) -> bool:
+    return (record.get("waiting") or 0) > LOADED
 
 
 def comparison_tables(result: Record) -> list[Table]:
@@ -170,6 +172,8 @@ def _comparison_table(result: Record, test: Record) -> Table:
         counts[method] = len(same)
         table.add_row(method, *_comparison_cells(method, same, test, notes))
     last_column = f"percent: change from {lengths[0]:,}; speed, memory and keys kept at {lengths[-1]:,}"
+    tested = [_tested_so(run, test, len(lengths) - 1) for run in runs]
+    notes += _loaded([record for record in tested if record is not None])
     table.caption = "\n".join([*_compared(runs, test), last_column, *_seeds(counts), *dict.fromkeys(notes)])
     return table
 
@@ -195,7 +199,7 @@ def _comparison_cells(method: str, runs: Sequence[Record], test: Record, notes: 
     last = by_length[-1]
     speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
     kept = [mean_kept(record) for record in last if "kept" in record]
-    cells.append("–" if speed is None else f"{speed:,.0f}")
+    cells.append("–" if speed is None else f"{speed:,.0f}{'*' if any(map(is_loaded, last)) else ''}")
     cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
     cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
     return cells

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trainshort.data.machine import Waiting
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
@@ -125,7 +126,7 @@ def device_for(name: str | None) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: torch finds no GPU here; leave --device out, or use cpu")
+        raise ValueError(f"device {name!r}: torch finds no GPU here; leave device (--device) out, or use cpu")
     return device
 
 
@@ -176,7 +177,7 @@ def _at_length(
     device = model.trunk.embedding.weight.device
     sums, counts = np.zeros(length), np.zeros(length, dtype=np.int64)
     fed = 0
-    begin = time.perf_counter()
+    begin, waiting = time.perf_counter(), Waiting()
     with peak_memory(device) as peak:
         for window, found in losses(
             model,
@@ -190,7 +191,7 @@ def _at_length(
             sums[here] += found.double().sum(0).cpu().numpy()
             counts[here] += len(found)
             fed += len(found) * window.size
-    seconds = time.perf_counter() - begin
+    seconds, share = time.perf_counter() - begin, waiting.share()
     scored = int(counts.sum())
     assert scored == last - first, "every token is scored exactly once"
     total = math.fsum(sums)
@@ -205,6 +206,7 @@ def _at_length(
         "peak_memory_bytes": peak.bytes,
         "device": str(device),
         "threads": torch.get_num_threads(),
+        "waiting": share,
     }
     if config.kept:
         start = max(0, first) if first + length <= last else max(0, last - length)

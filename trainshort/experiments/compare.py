@@ -6,66 +6,88 @@ extended when more methods, lengths, seeds or tests are compared into the same f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainshort.data import PrepareConfig, TokenData
+from trainshort.data.machine import in_words
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.config import EvaluateConfig
-from trainshort.evaluation.evaluate import Progress, evaluate
+from trainshort.evaluation.evaluate import evaluate
 from trainshort.evaluation.records import Record, fingerprint, key_of, read_records
 from trainshort.evaluation.windows import scored_span
 from trainshort.experiments.comparison import NAME as NAME
-from trainshort.experiments.comparison import Comparison, common_test
+from trainshort.experiments.comparison import Comparison, Entry, common_test
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
 from trainshort.experiments.samples import write_samples
+from trainshort.experiments.watching import QUIET, Planned, Remaining, Watcher
 from trainshort.positions import plain_options
 from trainshort.training import RunFolder, TrainConfig
 from trainshort.training.train import train
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Told what happens; everything is optional."""
+class Interrupted(KeyboardInterrupt):
+    """A comparison was asked to stop; says what is done. The same comparison goes on from there."""
 
-    say: Callable[[str], None] = lambda text: None
-    testing: Callable[[int], AbstractContextManager[Progress | None]] = lambda lengths: nullcontext(None)
-    progress: bool = False  # show the bars of preparing and training
+    def __init__(self, out: str, done: int, total: int, stop: KeyboardInterrupt) -> None:
+        saved = f" ({stop})" if str(stop) else ""
+        text = f"{out}: stopped with {done} of {total} runs trained and tested{saved}"
+        super().__init__(f"{text}; the same compare goes on from there")
+        self.status = int(getattr(stop, "status", 128 + signal.SIGINT))
 
 
-def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train and test everything that is not there yet; returns what comparison.json holds, earlier runs included."""
-    watcher = watcher or Watcher()
+def compare(config: CompareConfig, watcher: Watcher | None = None, *, progress: bool = True) -> dict[str, Any]:
+    """Train and test everything that is not there yet; returns what comparison.json holds, earlier runs included.
+
+    What happens is shown on stderr, or told to the watcher; progress=False: to nobody.
+    """
+    watcher = watcher or (Watcher() if progress else QUIET)
     for position in config.positions:
         plain_options(position, {})  # refuses unknown names before any work is done
     data = _data(config, watcher)
     _check_tests(config, data)
-    planned = [
-        (position, length, seed, config.training(str(data.folder), position, length, seed))
-        for position, length, seed in config.runs()
-    ]
-    for *_, training in planned:
+    trainings = [config.training(str(data.folder), *run) for run in config.runs()]
+    planned = [Planned(number, len(trainings), training) for number, training in enumerate(trainings, 1)]
+    for training in trainings:
         _refuse_another_run(training, data)
     comparison = Comparison(config, data)
-    comparison.refuse_others([training for *_, training in planned])
-    new = {training.out: training for *_, training in planned if not RunFolder(training.out).finished}
-    if config.jobs > 1 and len(new) > 1:
-        train_all(list(new.values()), config.jobs, watcher.say)
-    for number, (position, length, seed, training) in enumerate(planned, 1):
-        head = f"[{number}/{len(planned)}] {Path(training.out).name}"
-        summary = _trained(training, training.out in new, head, watcher)
-        records = _tested(training, config.evaluation(length), data, head, watcher)
-        write_samples(Path(training.out), data)
-        entry = {"folder": Path(training.out).name, "position": position, "length": length, "seed": seed}
-        comparison.add(entry | {"lr": training.lr, "config": training.to_dict(), "training": summary}, records)
-        if (test := common_test(length, records)) not in comparison.tests:
-            comparison.tests.append(test)
-        comparison.write()
+    comparison.refuse_others(trainings)
+    done = 0
+    try:
+        for entry, records in _made(config, planned, data, watcher):
+            comparison.add(entry, records)
+            if (test := common_test(entry["length"], records)) not in comparison.tests:
+                comparison.tests.append(test)
+            comparison.write()
+            done += 1
+    except KeyboardInterrupt as stop:
+        raise Interrupted(config.out, done, len(planned), stop) from stop
     return comparison.content()
+
+
+def _made(
+    config: CompareConfig, planned: list[Planned], data: TokenData, watcher: Watcher
+) -> Iterator[tuple[Entry, list[Record]]]:
+    """Every run, trained and tested."""
+    new = [run for run in planned if not RunFolder(run.folder).finished]
+    slow = new  # what takes time: training and testing, or the tests alone
+    if config.jobs > 1 and len(new) > 1:
+        train_all(new, config.jobs, watcher)
+        slow = planned
+    remaining = Remaining(len(slow))
+    for run in planned:
+        training = run.training
+        head = f"{run.title}{remaining}"
+        summary = _trained(training, run in new, head, watcher)
+        records = _tested(training, config.evaluation(training.length), data, head, watcher)
+        write_samples(run.folder, data)
+        remaining.add(int(run in slow))
+        about = {"position": training.position, "length": training.length, "seed": training.seed, "lr": training.lr}
+        yield {"folder": run.folder.name} | about | {"config": training.to_dict(), "training": summary}, records
 
 
 def _data(config: CompareConfig, watcher: Watcher) -> TokenData:
@@ -93,7 +115,8 @@ def _refuse_another_run(training: TrainConfig, data: TokenData) -> None:
         changed.append("it was trained on other data")
     if changed:
         raise ValueError(
-            f"{training.out} holds another run ({'; '.join(changed)}): choose another folder with --out, or remove it"
+            f"{training.out} holds another run ({'; '.join(changed)}): choose another folder with out (--out), or "
+            "remove it"
         )
 
 
@@ -107,8 +130,10 @@ def _trained(training: TrainConfig, new: bool, head: str, watcher: Watcher) -> d
     seconds, tokens = float(state["seconds"]), training.steps * training.batch_tokens
     speed = tokens / seconds if seconds else 0.0
     how = f"trained in {seconds:,.0f} s" if new else "trained already"
-    watcher.say(f"{head}: {how}, {tokens:,} tokens, {speed:,.0f} a second")
-    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": round(speed, 1)} | state["environment"]
+    loaded = in_words(state.get("waiting"))
+    watcher.say(f"{head}: {how}, {tokens:,} tokens, {speed:,.0f} a second{loaded}")
+    figures = {"seconds": seconds, "tokens": tokens, "tokens_per_second": round(speed, 1)}
+    return figures | {"waiting": state.get("waiting")} | state["environment"]
 
 
 def _tested(

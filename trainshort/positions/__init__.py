@@ -34,8 +34,8 @@ def _method(name: str) -> type[Position]:
     if method is None:
         known = [*POSITIONS, *(each for each in installed_names() if each not in POSITIONS)]
         raise ValueError(
-            f"position must be one of {', '.join(known)}; got {name!r}{_meant(name, known)} (a method of your own: "
-            "import_file, --import FILE.py)"
+            f"position must be one of {', '.join(known)}; got {name!r}{_meant(name, known)}; a method of your own is "
+            "made known by import_file (--import FILE.py)"
         )
     return method
 

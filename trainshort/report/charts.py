@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainshort.report.methods import Method
-from trainshort.report.series import Curve, Point, Protocols, loss_by_position, points
+from trainshort.report.records import number
+from trainshort.report.series import Curve, Point, Protocols, loss_by_position, points, records_at
 from trainshort.report.tables import Table
 
 Plot = dict[str, Any]
+LOADED = 0.1  # waiting for cores longer than this part of the time, a speed is not that of the machine
 MACHINE = ("device", "threads")  # speed and memory are means over runs that were tested on the same
 
 
@@ -245,6 +247,7 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         for one, other in zip(speed, memory, strict=True):
             rows.append((method.label, protocol, one.length, one.mean, other.mean, one.seeds, one.skipped))
         notes += [f"{method.label} at {each.length:,}: {each.skipped}" for each in speed if each.skipped]
+        notes += _loaded(method, protocols, protocol)
     return Chart(
         "cost",
         "Speed and memory by length",
@@ -255,6 +258,17 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         axes="xy",
         notes=notes,
     )
+
+
+def _loaded(method: Method, protocols: Protocols, protocol: str) -> list[str]:
+    """Which speeds are not those of the machine, because others were using it."""
+    shares = {
+        length: max((number(each.get("waiting")) or 0.0 for each in records), default=0.0)
+        for length, records in records_at(method, protocols, protocol).items()
+    }
+    found = [f"{length:,} ({share:.0%})" for length, share in shares.items() if share > LOADED]
+    what = "measured on a loaded machine; in brackets the part of the time that threads waited for a core"
+    return [f"{method.label} at {', '.join(found)}: {what}."] if found else []
 
 
 def _trained_at(length: int) -> Plot:

@@ -26,7 +26,8 @@ class Interrupted(KeyboardInterrupt):
     """A run was asked to stop, and has been saved."""
 
     def __init__(self, folder: Path, step: int, steps: int, number: int) -> None:
-        super().__init__(f"{folder}: stopped and saved at step {step} of {steps}; --resume goes on from there")
+        text = f"{folder}: stopped and saved at step {step} of {steps}"
+        super().__init__(f"{text}; resume (--resume) goes on from there")
         self.folder, self.step = folder, step
         self.status = 128 + number  # what shells expect of a program that a signal ended
 
@@ -157,7 +158,7 @@ class RunFolder:
             if is_full(error):
                 raise RuntimeError(
                     f"{target}: no space left on the disk, but the checkpoint is whole: free some "
-                    "space and go on with --resume"
+                    "space and go on with resume (--resume)"
                 ) from error
             raise
         self._remove_files_but_of_the_checkpoint()
@@ -213,5 +214,5 @@ class RunFolder:
         kept = f"the checkpoint of step {self.step} is whole" if self.has_checkpoint else "there is no checkpoint yet"
         return (
             f"{self.folder}: no space left on the disk for the checkpoint of step {step}, of {needed:,.0f} MB "
-            f"({free_space(self.folder)}); {kept}: free some space and go on with --resume"
+            f"({free_space(self.folder)}); {kept}: free some space and go on with resume (--resume)"
         )
