@@ -74,6 +74,19 @@ def test_every_run_has_its_folder_and_its_records(data: Path, tmp_path: Path) ->
     assert spans == {(1, 257)}
 
 
+def test_all_training_lengths_are_tested_on_the_same_tokens(data: Path, tmp_path: Path) -> None:
+    """Though whole windows of the longest length of each would be 896 and 864 tokens."""
+    config = small(
+        data, tmp_path, positions=("alibi",), length=(16, 24), multiples=(1, 2), test_tokens=900, batch_tokens=48
+    )
+    result = compare(config)
+    spans = {(each["first_token"], each["end_token"]) for run in result["runs"] for each in run["records"]}
+    assert spans == {(1, 865)}
+    config = replace(config, out=str(tmp_path / "few"), test_tokens=90)  # not enough for both
+    spans = {(each["first_token"], each["end_token"]) for run in compare(config)["runs"] for each in run["records"]}
+    assert spans == {(1, 65), (1, 49)}
+
+
 def test_every_model_continues_a_text(data: Path, tmp_path: Path) -> None:
     compare(small(data, tmp_path / "out"))
     begin = TokenData(data).tokenizer.decode([int(token) for token in TokenData(data).validation[:48]])

@@ -51,6 +51,7 @@ def test_runs_at_once_say_which_they_are_and_how_long_it_takes(clock: list[float
     said: list[str] = []
     first, second = run(3, 1), run(4, 2)
     with Board([first, second], Watcher(say=said.append)) as board:
+        clock[0] += 60.0  # processes take their time to start
         board.step(first, 0, 0.0, True)
         board.step(second, 50, 0.0, True)  # it had been interrupted: half of it is done
         for step in range(1, 33):

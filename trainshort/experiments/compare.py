@@ -6,6 +6,7 @@ extended when more methods, lengths, seeds or tests are compared into the same f
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,12 +79,13 @@ def _made(
     if config.jobs > 1 and len(new) > 1:
         train_all(new, config.jobs, watcher)
         slow = planned
-    remaining = Remaining(len(slow))
+    remaining, tokens = Remaining(len(slow)), _tokens(config, data)
     for run in planned:
         training = run.training
         head = f"{run.title}{remaining}"
         summary = _trained(training, run in new, head, watcher)
-        records = _tested(training, config.evaluation(training.length), data, head, watcher)
+        test = replace(config.evaluation(training.length), tokens=tokens)
+        records = _tested(training, test, data, head, watcher)
         write_samples(run.folder, data)
         remaining.add(int(run in slow))
         about = {"position": training.position, "length": training.length, "seed": training.seed, "lr": training.lr}
@@ -104,6 +106,14 @@ def _check_tests(config: CompareConfig, data: TokenData) -> None:
     """Refuse lengths that the validation text cannot fill, before hours of training."""
     for length in config.length:
         scored_span(len(data.validation), config.lengths_for(length), limit=config.test_tokens)
+
+
+def _tokens(config: CompareConfig, data: TokenData) -> int | None:
+    """How many to score: the same for all training lengths where the text has enough for whole windows of all."""
+    windows = math.lcm(*(max(config.lengths_for(length)) for length in config.length))
+    there = len(data.validation) - 1
+    there = there if config.test_tokens is None else min(there, config.test_tokens)
+    return there - there % windows or config.test_tokens
 
 
 def _refuse_another_run(training: TrainConfig, data: TokenData) -> None:

@@ -68,6 +68,12 @@ class Remaining:
         while len(self.seen) > 2 and now - self.seen[1][0] >= RECENT:
             self.seen.popleft()
 
+    def skip(self, work: float) -> None:
+        """Work that was done before; and what came before any is no sign of how long the rest takes."""
+        self.left = max(0.0, self.left - work)
+        if not self.done:
+            self.seen = deque([(time.monotonic(), 0.0)])
+
     def __str__(self) -> str:
         """`, about 4 min left`, or nothing where nobody can know or nothing is left."""
         (then, before), (now, done) = self.seen[0], self.seen[-1]
@@ -114,7 +120,7 @@ class Board:
         work = (step - self.steps[run.number]) * run.training.batch_tokens
         self.steps[run.number] = step
         if resumed:
-            self.remaining.left -= work
+            self.remaining.skip(work)
             return
         self.remaining.add(work)
         figures = f"loss {loss:.4f}{self.remaining}"
