@@ -101,6 +101,29 @@ def test_records_of_other_weights_are_named_and_left_out(tmp_path: Path) -> None
     ]
 
 
+def test_a_comparison_does_not_bring_them_back(tmp_path: Path) -> None:
+    """A run that was trained further after a comparison, and not tested again."""
+    folder = make_run(tmp_path / "alibi-64-seed0")
+    old = [record(64, 50.0) | {"model": "f" * 16}]
+    (folder / "evaluation.json").write_text(json.dumps({"version": 2, "records": old}))
+    entry = {"folder": folder.name, "position": "alibi", "length": 64, "seed": 0, "records": old}
+    (tmp_path / "comparison.json").write_text(json.dumps({"runs": [entry]}))
+    found = read_runs([tmp_path])
+    assert found.runs[0].records == []
+    assert "nonoverlapping at 64: left out" in found.problems[0].what
+
+
+def test_a_run_that_was_extended_is_another_method(tmp_path: Path) -> None:
+    make_run(tmp_path / "plain", seed=0)
+    make_run(tmp_path / "newer", seed=1, extended_at=[])
+    make_run(tmp_path / "longer", seed=2, extended_at=[5])
+    methods = content_of(read_runs([tmp_path]), title=None).methods
+    assert {method.label: sorted(method.seeds) for method in methods} == {
+        "ALiBi (extended_at null)": [0, 1],
+        "ALiBi (extended_at [5])": [2],
+    }
+
+
 def test_records_that_do_not_say_their_data_are_named_and_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "alibi")
     add(folder, record(512, 9.0) | {"data": None}, record(1024, 9.0, "sliding", 64) | {"end_token": None})

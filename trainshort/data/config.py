@@ -71,7 +71,8 @@ class PrepareConfig(Settings):
             raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction}")
         if self.vocab is not None and self.tokenizer is not None:
             raise ValueError(
-                f"vocab {self.vocab} trains a tokenizer, and tokenizer {self.tokenizer!r} is one: give one of the two"
+                f"vocab (--vocab) {self.vocab} trains a tokenizer, and tokenizer (--tokenizer) {self.tokenizer!r} is "
+                "one: give one of the two"
             )
         if self.end_token is not None and self.tokenizer is None:
             raise ValueError("end_token goes with a tokenizer.json: give tokenizer too, or leave it out")

@@ -34,15 +34,15 @@ def _method(name: str) -> type[Position]:
     if method is None:
         known = [*POSITIONS, *(each for each in installed_names() if each not in POSITIONS)]
         raise ValueError(
-            f"position must be one of {', '.join(known)}; got {name!r}{_meant(name, known)}; a method of your own is "
+            f"position must be one of {', '.join(known)}; got {name!r}{_meant(name, known)} A method of your own is "
             "made known by import_file (--import FILE.py)"
         )
     return method
 
 
 def _meant(name: str, known: list[str]) -> str:
-    """`; did you mean 'rotary'?` for what is near a name, or another name of it."""
+    """The end of the sentence: `; did you mean 'rotary'?` for what is near a name, or another name of it."""
     plain = "".join(letter for letter in str(name).lower() if letter.isalnum())
     near = difflib.get_close_matches(str(name).lower(), known, n=1) or difflib.get_close_matches(plain, known, n=1)
     found = OTHER_NAMES.get(plain) or next(iter(near), None)
-    return "" if found is None else f"; did you mean {found!r}?"
+    return "." if found is None else f"; did you mean {found!r}?"

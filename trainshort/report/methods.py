@@ -88,7 +88,8 @@ def _key(run: Run, data: str | None) -> str:
 
 
 def _telling(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.train.items() if key not in INCIDENTAL}
+    extended = set() if run.train.get("extended_at") else {"extended_at"}  # never extended, or older than the word
+    return {key: value for key, value in run.train.items() if key not in INCIDENTAL | extended}
 
 
 def _colors(positions: list[str]) -> dict[str, int]:

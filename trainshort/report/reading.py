@@ -151,7 +151,8 @@ def _run(folder: Path, compared: Values, found: Found) -> Run:
         run.train = started or {key: compared[key] for key in ("position", "length", "seed", "lr") if key in compared}
     run.metrics = _metrics(folder / "metrics.jsonl", found)
     run.records = _records(folder / "evaluation.json", run, found)
-    if not run.records and (kept := _of_comparison(compared, folder, found)):
+    path = folder / "evaluation.json"
+    if not run.records and (kept := _of_its_weights(_of_comparison(compared, folder, found), path, run, found)):
         found.problem(folder / "evaluation.json", f"its records are taken from {compared['comparison']}")
         run.records = kept
     run.samples = _samples(folder / "samples.json", found)
@@ -248,14 +249,18 @@ def _records(path: Path, run: Run, found: Found) -> list[Values]:
     records = content.get("records")
     if isinstance(content.get("model"), str) and isinstance(records, list):
         records = with_weights(content["model"], records)
-    valid = _valid_records(records, path, found)
-    weights = _weights(path.parent, run, valid)
+    return _of_its_weights(_valid_records(records, path, found), path, run, found)
+
+
+def _of_its_weights(records: list[Values], path: Path, run: Run, found: Found) -> list[Values]:
+    weights = _weights(path.parent, run, records)
     if weights is None:
-        return valid
-    if others := [each for each in valid if not weights.startswith(each["model"])]:
+        return records
+    mine = [each for each in records if each["model"] and weights.startswith(each["model"])]
+    if others := [each for each in records if not each["model"] or not weights.startswith(each["model"])]:
         what = "left out, measured with other weights than the run has now; evaluate again"
         found.problem(path, f"{cells(others)}: {what}")
-    return [each for each in valid if weights.startswith(each["model"])]
+    return mine
 
 
 def _weights(folder: Path, run: Run, records: Sequence[Values]) -> str | None:
