@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,9 +65,36 @@ def test_prepare(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> None:
     assert not list((tmp_path / "data").glob(".*"))
 
 
-def test_evaluate(capsys: Capture, untrained: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    import shutil
+def test_work_that_python_cannot_interrupt(tmp_path: Path) -> None:
+    """Such as training a tokenizer: said all the same, and soon."""
+    (tmp_path / "book.txt").write_text("some words " * 100)
+    code = f"""
+import hashlib, sys
+import trainshort.data.prepare as module
+from trainshort.cli import stopping
+from trainshort.cli.main import main
 
+def deaf(*inputs, **more):
+    print("busy", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes, outside of Python
+
+stopping.GRACE = 0.2
+module._meta = deaf
+sys.exit(main(["prepare", {str(tmp_path / "book.txt")!r}, "--out", {str(tmp_path / "data")!r}]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "busy\n"
+            process.send_signal(signal.SIGTERM)
+            _, error = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert error.strip().endswith("holds no data yet: the same command starts again from the beginning")
+
+
+def test_evaluate(capsys: Capture, untrained: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     run = shutil.copytree(untrained, tmp_path / "run")
     monkeypatch.setattr(evaluate_module, "_at_length", terminated_at(3, evaluate_module._at_length))
     told = stopped(capsys, "evaluate", run, "--lengths", 32, 64, 128, 256, "--tokens", 600)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 
 EXAMPLES = """
   trainshort bench

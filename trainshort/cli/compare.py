@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.recipes import RECIPES
 

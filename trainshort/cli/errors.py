@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileExistsError)
@@ -16,48 +13,6 @@ PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileE
 
 class UsageError(Exception):
     """What was typed cannot be understood: exit status 2."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what there is to say about it is the same as after Ctrl-C."""
-
-    status = 128 + signal.SIGTERM
-
-
-class Stopped(KeyboardInterrupt):
-    """With what is done and how to go on."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """While this is open, SIGTERM raises Terminated where the program is."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def on_stop(tell: Callable[[], str]) -> Iterator[None]:
-    """If this is stopped, say what is done and how to go on, unless who stopped has said it."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if str(stop):
-            raise
-        raise Stopped(tell(), int(getattr(stop, "status", INTERRUPTED))) from None
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
 
 EXAMPLES = """

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import trainshort
 from trainshort.cli.arguments import Parser, add_fields, read
-from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, name_flags, sentence, terminable
+from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, name_flags, sentence
+from trainshort.cli.stopping import terminable
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -47,7 +48,7 @@ def main(typed: Sequence[str] | None = None) -> int:
             nearest = did_you_mean(words[0], COMMANDS)
             raise UsageError(f"there is no command {words[0]!r}{nearest} (there are {', '.join(COMMANDS)})")
         name = f"trainshort {words[0]}"
-        with terminable():
+        with terminable(name):
             return _run(words[0], words[1:])
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 from trainshort.data.config import PrepareConfig
 
 Flags = PrepareConfig

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 
 EXAMPLES = """
   trainshort report runs/demo                                 what compare left there

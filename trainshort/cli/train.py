@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from trainshort.cli.errors import on_stop
+from trainshort.cli.stopping import on_stop
 from trainshort.training.config import TrainConfig
 
 EXAMPLES = """
