@@ -28,10 +28,10 @@ from contenders_gpu import (
     HEADS,
     TOKENS,
     block_mask_bytes,
-    compiled_flex,
     contenders,
     flex_alibi,
     flex_buckets,
+    flex_decoding,
     flex_line,
     inputs,
     kept,
@@ -108,17 +108,16 @@ def decoding(slopes: Tensor) -> list[dict[str, Any]]:
         k, v = (torch.randn(batch, HEADS, cached, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         norms = torch.stack([part.float().norm(dim=-1).amax(-1) for part in k.split(8192, dim=2)]).amax(0)
 
-        def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score - slopes[h] * (cached - 1 - j)
-
         calls: dict[str, Callable[[], Tensor]] = {
             "ours": lambda q=q, k=k, v=v, norms=norms: ts.alibi_attention(q, k, v, key_norms=norms),
             "ours, without norms": lambda q=q, k=k, v=v: ts.alibi_attention(q, k, v),
-            "FlexAttention": lambda q=q, k=k, v=v, p=penalty: compiled_flex(q, k, v, score_mod=p),
             "SDPA, no bias": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
         }
+        for splits in (None, 16, 32, 64):
+            calls[f"FlexAttention, {splits or 'its own'} shares"] = flex_decoding(q, k, v, slopes, splits)
         with torch.no_grad():
             times = {name: do_bench_cudagraph(call, rep=20, return_mode="median") for name, call in calls.items()}
+        times["FlexAttention"] = min(time for name, time in times.items() if name.startswith("FlexAttention"))
         records.append({"batch": batch, "cached": cached, "dim": dim, "ms": times})
         say("decoding", batch, {name: round(value, 4) for name, value in times.items()})
     return records

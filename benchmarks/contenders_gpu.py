@@ -46,6 +46,19 @@ def flex_alibi(length: int, slopes: Tensor) -> Call:
     return lambda q, k, v: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask)
 
 
+def flex_decoding(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, splits: int | None) -> Callable[[], Tensor]:
+    """One query after many keys. Its kernel for that shares the keys among programs only if a block mask cuts them
+    into blocks; splits: into how many shares, None for its own choice."""
+    cached = k.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: j < cached, None, None, 1, cached, device="cuda")
+    options = {} if splits is None else {"SPLIT_KV": splits}
+
+    def penalty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (cached - 1 - j)
+
+    return lambda: compiled_flex(q, k, v, score_mod=penalty, block_mask=mask, kernel_options=options)
+
+
 def flex_buckets(length: int, bias: Any, table: Tensor) -> Call:
     """T5's bucket computed in the score_mod."""
     mask = causal_mask(length)
@@ -115,6 +128,13 @@ def measure(call: Call, tensors: list[Tensor], *learned: Tensor) -> dict[str, fl
     times["backward"] = timed(lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True))
     times["both"] = timed(both)
     times["both_gpu"] = gpu_time(both)
+
+    def into_leaves() -> None:  # as a training step does it: gradients end up in .grad
+        for leaf in wanted:
+            leaf.grad = None
+        call(*leaves).backward(grad)
+
+    times["both_by_backward"] = timed(into_leaves)
     return {name: round(value, 4) for name, value in times.items()}
 
 

@@ -92,3 +92,9 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'alibi'"):
         trainshort.alibi  # noqa: B018
+
+
+def test_dir_shows_public_names_alone() -> None:
+    assert dir(trainshort) == sorted(trainshort.__all__)
+    shown = run_python("import trainshort as ts; ts.load; import trainshort.report; print(*dir(ts))").split()
+    assert shown == sorted(trainshort.__all__)

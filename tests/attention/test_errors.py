@@ -27,6 +27,12 @@ def borders(*values: int, **changes) -> dict:
     return one_row(cu_seqlens=torch.tensor(values)) | changes
 
 
+def one_negative(*shape: int) -> torch.Tensor:
+    norms = torch.full(shape, 3.0)
+    norms.view(-1)[-1] = -0.5
+    return norms
+
+
 def linear(**arguments) -> ts.LinearBias:
     return ts.LinearBias(**({"slopes": torch.ones(H)} | arguments))
 
@@ -130,6 +136,13 @@ CALLS: dict[str, tuple[dict, type[Exception], str]] = {
     "norms_for_other_keys": ({"key_norms": torch.ones(B, H, 7)}, ValueError, r"key_norms .*\[2, 4, 7\]"),
     "norms_of_ints": ({"key_norms": torch.ones((B, H), dtype=torch.int64)}, TypeError, r"key_norms .*int64"),
     "norms_as_a_float": ({"key_norms": 3.0}, TypeError, r"key_norms .*float"),
+    "norms_negative": (
+        {"key_norms": torch.full((B, H), -1.0)},
+        ValueError,
+        r"key_norms must not be negative, got -1\.0",
+    ),
+    "norms_negative_in_one_block": ({"key_norms": one_negative(B, H, 1)}, ValueError, r"key_norms .*got -0\.5"),
+    "norms_negative_for_one_key": ({"key_norms": one_negative(B, H, T)}, ValueError, r"key_norms .*got -0\.5"),
 }
 
 
@@ -150,6 +163,26 @@ def test_bad_calls(name: str, backend: str) -> None:
 def test_the_good_arguments_are_good(backend: str) -> None:
     assert call(backend, {}).shape == (B, H, T, D)
     assert call(backend, borders(0, 4, 4, T)).shape == (1, H, T, D)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize("shape", [(B, H), (B, H, 3), (B, H, 300)], ids=str)
+def test_negative_norms_are_refused_in_decoding(shape: tuple[int, ...], backend: str) -> None:
+    q, k = tensor(B, H, 1, D), tensor(B, H, 300, D)
+    with pytest.raises(ValueError, match=r"key_norms must not be negative, got -0\.5"):
+        attention(q, k, k, bias=linear(), key_norms=one_negative(*shape), backend=backend)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize("queries", [1, 300])
+def test_norms_of_nan_mean_that_everything_is_visited(queries: int, backend: str) -> None:
+    q, k = tensor(B, H, queries, D), tensor(B, H, 300, D)
+    bias, norms = linear(), torch.full((B, H, 3), math.nan)
+    norms[0] = 0.0  # which bounds these keys: they are zero
+    expected = attention(q, k, k, bias=bias, tolerance=0.0, backend=backend)
+    torch.testing.assert_close(attention(q, k, k, bias=bias, key_norms=norms, backend=backend), expected)
+    windows = ts.certified_windows(q, k, bias.slopes, key_norms=norms)
+    assert bool((windows[1, ..., 0] == 0).all())
 
 
 NOT_ABOUT_KEYS_ALONE = {name for name, (changes, _, _) in CALLS.items() if set(changes) & {"v", "bias"}} - {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -305,11 +306,62 @@ def test_double_backward_works_where_it_says_so() -> None:
     assert bool(torch.isfinite(q.grad).all())
 
 
-def test_vmap_is_refused() -> None:
+def of_queries(case: Case, backend: str) -> Callable[[Tensor], Tensor]:
+    return lambda q: ts.alibi_attention(q, case.k, case.v, case.slopes, backend=backend)
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "grad": lambda attend, q: torch.func.grad(lambda x: attend(x).sum())(q),
+    "vjp": lambda attend, q: torch.func.vjp(attend, q)[1](torch.ones_like(q)),
+    "jvp": lambda attend, q: torch.func.jvp(attend, (q,), (torch.ones_like(q),)),
+    "vmap": lambda attend, q: torch.func.vmap(attend)(torch.stack((q, q))),
+    "jacrev": lambda attend, q: torch.func.jacrev(attend)(q),
+    "jacfwd": lambda attend, q: torch.func.jacfwd(attend)(q),
+    "vmap_of_grad": lambda attend, q: torch.func.vmap(torch.func.grad(lambda x: attend(x).sum()))(
+        torch.stack((q, q))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own use of its scripts
+@pytest.mark.parametrize("backend", ["blocked", "auto"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused(name: str, backend: str) -> None:
+    for queries in (1, 20):
+        case = random_case(batch=1, heads=2, queries=queries, keys=20, dim=4)
+        with pytest.raises(NotImplementedError, match=r"torch\.func.*vmap.*backend='reference'"):
+            TRANSFORMS[name](of_queries(case, backend), case.q)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_work_where_the_error_sends_people(name: str) -> None:
+    case = random_case(batch=1, heads=2, queries=6, dim=4)
+    assert TRANSFORMS[name](of_queries(case, "reference"), case.q) is not None
+
+
+def test_transforms_of_attention_without_a_bias_are_torch_s_own() -> None:
+    case = random_case(queries=20, bias="none")
+    found = torch.func.grad(lambda q: ts.attention(q, case.k, case.v).square().sum())(case.q)
+    q = case.q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(ts.attention(q, case.k, case.v).square().sum(), q)
+    torch.testing.assert_close(found, expected)
+
+
+def test_functionalize_is_no_transform_of_numbers() -> None:
     case = random_case(queries=20)
-    batched = torch.stack((case.q, case.q))
-    with pytest.raises(NotImplementedError, match="vmap"):
-        torch.vmap(lambda q: ts.alibi_attention(q, case.k, case.v, backend="blocked"))(batched)
+    attend = of_queries(case, "blocked")
+    assert torch.equal(torch.func.functionalize(attend)(case.q), attend(case.q))
+
+
+def test_many_gradients_at_once() -> None:
+    case = random_case(queries=20)
+    q = case.q.clone().requires_grad_()
+    out = of_queries(case, "blocked")(q)
+    upstream = torch.stack([case.upstream(), -case.upstream(), out.detach()])
+    (found,) = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)
+    for one, gradient in zip(found, upstream, strict=True):
+        torch.testing.assert_close(one, *torch.autograd.grad(out, q, gradient, retain_graph=True))
 
 
 def test_inputs_are_left_alone() -> None:

@@ -198,8 +198,8 @@ def test_norms_bound_the_keys_of_each_block(dtype: torch.dtype, position: str) -
             exact = keys[:, :, :400].double().norm(dim=-1)
             for block in range(4):
                 largest = exact[:, :, 128 * block : 128 * (block + 1)].amax(-1)
-                assert bool((norms[:, :, block] >= largest * (1 - 2.0**-21)).all()), "no bound"
-                assert bool((norms[:, :, block] <= largest * (1 + 2.0**-21)).all()), "a loose bound"
+                assert bool((norms[:, :, block] >= largest).all()), "no bound"
+                assert bool((norms[:, :, block] <= largest * (1 + 2.0**-20)).all()), "a loose bound"
             assert not bool(norms[:, :, 4:].any())
 
 

@@ -78,6 +78,62 @@ def test_round_trip_of_other_precisions(tmp_path: Path, dtype: torch.dtype) -> N
     assert_same_model(ts.load(tmp_path), model)
 
 
+def mixed_model(**changes: Any) -> ts.LanguageModel:
+    """Weights in bfloat16, norms in float32, a head in float64: each where it matters."""
+    model = language_model(norm="rmsnorm", **changes).bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
+    model.head.double()
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"position_options": {"trainable": True}}], ids=["fixed", "trainable"])
+def test_round_trip_of_mixed_precisions(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Each tensor comes back in its own dtype, bit for bit."""
+    model = mixed_model(**changes)
+    before = model.state_dict()
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32, torch.float64}
+    ts.save(model, tmp_path)
+    after = ts.load(tmp_path).state_dict()
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+def test_tied_weights_of_mixed_precisions_stay_tied(tmp_path: Path) -> None:
+    model = language_model(tie_embeddings=True).bfloat16()
+    model.trunk.final_norm.float()
+    ts.save(model, tmp_path)
+    found = ts.load(tmp_path)
+    assert found.head.weight is found.trunk.embedding.weight
+    assert found.head.weight.dtype == torch.bfloat16
+    assert found.trunk.final_norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_dtype_asked_for_converts_everything_but_slopes(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = mixed_model(position_options={"trainable": True})
+    ts.save(model, tmp_path)
+    for name, tensor in ts.load(tmp_path, dtype=dtype).state_dict().items():
+        saved = model.state_dict()[name]
+        wanted = torch.float32 if name.endswith("log_slopes") else dtype
+        assert tensor.dtype == wanted, name
+        assert torch.equal(tensor, saved.to(wanted)), name
+
+
+def test_slopes_that_were_saved_in_16_bits_are_float32_again(tmp_path: Path) -> None:
+    """As the first versions saved them."""
+    model = language_model(position_options={"trainable": True}).bfloat16()
+    ts.save(model, tmp_path)
+    rounded = model.state_dict()["position.log_slopes"].bfloat16()
+    change_tensors(tmp_path, lambda tensors: tensors.update({"position.log_slopes": rounded}))
+    found = ts.load(tmp_path)
+    assert found.position.log_slopes.dtype == torch.float32
+    assert torch.equal(found.position.log_slopes, rounded.float())
+
+
 def test_training_goes_on_after_loading(tmp_path: Path) -> None:
     ts.save(language_model(tie_embeddings=True), tmp_path)
     model = ts.load(tmp_path)

@@ -13,6 +13,9 @@ import trainshort as ts
 from tests.models.small import EVERY_POSITION, encoder, language_model, random_tokens, small_config
 from trainshort.models import language_model as module
 
+# All position methods, of which a quick run takes one with a bias and one without.
+OTHERS = [name for name in EVERY_POSITION if name not in ("alibi", "rotary")]
+SLOW_BUT_TWO = ["alibi", "rotary", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 QUIET = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's
 
 
@@ -30,6 +33,10 @@ def assert_compiled_loss_equals_eager(
     model: Any, *inputs: Tensor, backend: str = "aot_eager", **options: Any
 ) -> None:
     compiled = torch.compile(model.loss, fullgraph=True, backend=backend)
+    assert_same_loss_and_gradients(model, compiled, *inputs, **options)
+
+
+def assert_same_loss_and_gradients(model: Any, compiled: Any, *inputs: Tensor, **options: Any) -> None:
     eager = loss_and_gradients(model, lambda: model.loss(*inputs, **options))
     found = loss_and_gradients(model, lambda: compiled(*inputs, **options))
     for one, two in zip(found, eager, strict=True):
@@ -41,8 +48,12 @@ def assert_compiled_loss_equals_eager(
 
 @pytest.mark.parametrize("position", EVERY_POSITION)
 def test_training(position: str) -> None:
+    """At changing lengths: the first has a graph of its own, then one serves all of them but 1."""
     model = language_model(position).train()
-    assert_compiled_loss_equals_eager(model, random_tokens(2, 150), random_tokens(2, 150, seed=1))
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    for length in (150, 97, 1):
+        inputs = random_tokens(2, length), random_tokens(2, length, seed=1)
+        assert_same_loss_and_gradients(model, compiled, *inputs)
 
 
 @QUIET
@@ -71,19 +82,20 @@ def test_training_with_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> No
     assert_compiled_loss_equals_eager(language_model(), random_tokens(2, 50), random_tokens(2, 50, seed=1))
 
 
-def test_one_graph_for_all_lengths() -> None:
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_one_graph_for_all_lengths(position: str) -> None:
     graphs = []
 
     def count(graph: Any, example_inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    model = language_model().requires_grad_(False)
+    model = language_model(position).requires_grad_(False)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
-    for length in (100, 257, 300, 640):
+    for length in (100, 257, 300, 2, 640):
         tokens = random_tokens(1, length)
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
-    assert len(graphs) <= 2
+    assert len(graphs) == 1
 
 
 def test_encoder() -> None:
@@ -139,12 +151,14 @@ def test_a_decoding_step(position: str) -> None:
     decode(position)
 
 
-def test_a_decoding_step_of_padded_rows_in_a_growing_cache() -> None:
-    decode("alibi", padded=True, capacity=None)
+@pytest.mark.parametrize("position", ["alibi", "none"])
+def test_a_decoding_step_of_padded_rows_in_a_growing_cache(position: str) -> None:
+    decode(position, padded=True, capacity=None)
 
 
-def test_a_decoding_step_compiled_for_all_lengths_at_once() -> None:
-    decode("alibi", dynamic=True)
+@pytest.mark.parametrize("position", SLOW_BUT_TWO)
+def test_a_decoding_step_compiled_for_all_lengths_at_once(position: str) -> None:
+    decode(position, dynamic=True)
 
 
 @pytest.mark.parametrize("position", EVERY_POSITION)

@@ -295,3 +295,11 @@ def test_a_mask_of_ints_is_refused(use_cache: bool) -> None:
 def test_a_prompt_holds_at_least_one_token(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         language_model().generate(torch.zeros(shape, dtype=torch.int64), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("prompt", ["a text", ["a text"], [[1, 2, 3]], None], ids=repr)
+def test_a_prompt_is_a_tensor(prompt: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"tokens must be an int tensor .*got {type(prompt).__name__}.*encode\(text\)"
+    ):
+        language_model().generate(prompt, max_new_tokens=3)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.models.largest import Largest
-from tests.models.small import EVERY_POSITION, VOCABULARY, language_model, random_tokens
+from tests.models.small import EVERY_POSITION, VOCABULARY, encoder, language_model, random_tokens
 from trainshort.models import language_model as module
 
 # Logits
@@ -251,3 +251,41 @@ def test_learned_positions_say_where_they_end() -> None:
 
 def test_no_tokens_give_no_logits() -> None:
     assert language_model()(random_tokens(2, 0)).shape == (2, 0, VOCABULARY)
+
+
+def test_what_is_no_tensor_is_refused_in_words() -> None:
+    tokens = random_tokens(1, 4)
+    for model in (language_model(), encoder()):
+        for call in (lambda m: m("text"), lambda m: m([[1, 2]]), lambda m: m.loss("text", tokens)):
+            with pytest.raises(TypeError, match="tokens must be an int tensor"):
+                call(model)
+        with pytest.raises(TypeError, match="targets must be an int tensor"):
+            model.loss(tokens, [[1, 2, 3, 4]])
+        with pytest.raises(TypeError, match=r"key_padding_mask must be a bool tensor.*list"):
+            model(tokens, key_padding_mask=[[True] * 4])
+
+
+def gradients_by_torch_func(model: ts.LanguageModel, tokens: Tensor) -> dict[str, Tensor]:
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (tokens,)).square().sum()
+
+    return torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def test_torch_func_is_refused_under_alibi() -> None:
+    model, tokens = language_model(), random_tokens(3, 10)
+    assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), (tokens,)), model(tokens))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        gradients_by_torch_func(model, tokens)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(lambda row: model(row[None])[0])(tokens)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, about its own attention
+def test_torch_func_works_without_a_bias() -> None:
+    model, tokens = language_model("rotary"), random_tokens(3, 10)
+    model(tokens).square().sum().backward()
+    for name, gradient in gradients_by_torch_func(model, tokens).items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-3)
+    rows = torch.func.vmap(lambda row: model(row[None])[0])(tokens)
+    torch.testing.assert_close(rows, model(tokens), rtol=1e-4, atol=1e-4)

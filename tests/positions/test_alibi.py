@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import trainshort as ts
 from trainshort.positions import Shape, build_position
@@ -93,6 +94,62 @@ def test_slopes_stay_exact_when_the_model_is_cast_to_16_bits(dtype: torch.dtype)
     position = alibi(12).to(dtype)
     assert slopes_of(position).dtype == torch.float32
     assert torch.equal(slopes_of(position), exact)
+
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to": lambda module: module.to(torch.bfloat16),
+    "to_device_and_dtype": lambda module: module.to("cpu", torch.float16),
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "double": lambda module: module.double(),
+    "there_and_back": lambda module: module.bfloat16().float(),
+    "type": lambda module: module.type(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "fixed"])
+@pytest.mark.parametrize("cast", CASTS)
+def test_slopes_stay_float32_whatever_the_model_is_cast_to(cast: str, trainable: bool) -> None:
+    model = ts.LanguageModel(ts.ModelConfig(num_heads=12, d_model=24, position_options={"trainable": trainable}))
+    assert isinstance(model.position, Alibi)
+    exact = slopes_of(model.position).clone()
+    moved = CASTS[cast](model)
+    assert moved.position is model.position
+    stored = model.position.log_slopes if trainable else model.position.slopes
+    assert stored.dtype == torch.float32
+    assert torch.equal(slopes_of(model.position), exact)
+
+
+def test_gradients_of_trainable_slopes_stay_float32_with_them() -> None:
+    position = alibi(12, trainable=True)
+    slopes_of(position).sum().backward()
+    gradient = position.log_slopes.grad
+    assert gradient is not None
+    before = gradient.clone()
+    position.bfloat16()
+    assert position.log_slopes.grad is not None
+    assert position.log_slopes.grad.dtype == torch.float32
+    assert torch.equal(position.log_slopes.grad, before)
+    torch.optim.SGD(position.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_slopes_stay_float32_when_a_state_in_16_bits_is_loaded(assign: bool) -> None:
+    config = ts.ModelConfig(num_heads=12, d_model=24, position_options={"trainable": True})
+    model = ts.LanguageModel(config)
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    assert isinstance(model.position, Alibi)
+    assert model.position.log_slopes.dtype == torch.float32
+    assert model.position.log_slopes.requires_grad
+    assert model.trunk.embedding.weight.dtype == (torch.bfloat16 if assign else torch.float32)
+
+
+def test_trainable_slopes_on_the_meta_device_keep_their_dtype() -> None:
+    with torch.device("meta"):
+        position = alibi(4, trainable=True)
+    assert position.bfloat16().log_slopes.dtype == torch.float32
+    assert position.to_empty(device="cpu").log_slopes.dtype == torch.float32
 
 
 def test_scale_multiplies_every_slope() -> None:

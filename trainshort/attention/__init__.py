@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from trainshort.attention import decode, op, plain, reference
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, alibi_slopes, learned
@@ -145,7 +144,7 @@ def attention(
     if backend == "auto" and plain.fits(problem):
         return plain.attend(problem)
     parts = _parts(problem)
-    _refuse_forward_mode(parts)
+    op.refuse_transforms(parts)
     eager, recording = known.is_eager(*parts), known.is_recording(*parts)
     if chosen == "triton":
         if not recording and _is_decoding(problem):
@@ -234,16 +233,6 @@ def _parts(problem: Problem) -> list[Tensor]:
     return [problem.q, problem.k, problem.v, *(t for t in learned(problem.bias) if t is not None)]
 
 
-def _refuse_forward_mode(tensors: list[Tensor]) -> None:
-    """Tangents would be lost without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(
-            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
-        )
-
-
 def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
     """Whether this could be a call to the Triton kernels without any of these other arguments."""
     if backend not in ("auto", "triton") or not isinstance(q, Tensor):
@@ -253,8 +242,9 @@ def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
 
 def _is_decoding(problem: Problem) -> bool:
     """A few causal queries a row."""
-    rows = problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
-    return problem.causal and problem.cu_seqlens is None and problem.q.shape[2] <= 16 and rows <= 64
+    queries = problem.q.shape[2]
+    few = plain.holds(queries <= 16) and plain.holds(queries * (problem.q.shape[1] // problem.k.shape[1]) <= 64)
+    return problem.causal and problem.cu_seqlens is None and few
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,6 +256,17 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _norms_after_rounding(norms: Tensor, k: Tensor) -> Tensor:
+    """Upper bounds for keys that were just rounded to k's dtype, from those of the keys as they were.
+
+    A normal number grows by half a unit in the last place at most, a smaller one by less than the smallest there is;
+    one beyond the largest becomes infinite.
+    """
+    limits = torch.finfo(k.dtype)
+    longer = norms * (1.0 + 0.51 * limits.eps) + k.shape[3] ** 0.5 * limits.smallest_normal * limits.eps
+    return torch.where(longer > limits.max, math.inf, longer)
 
 
 def _require_triton(q: Tensor) -> None:
@@ -295,8 +296,11 @@ def _problem(
     key_norms: Tensor | None,
 ) -> Problem:
     """Check what can be checked without looking at values, and fill in what was left out."""
+    given = k
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
+    if k is not given and isinstance(key_norms, Tensor):
+        key_norms = _norms_after_rounding(key_norms, k)
     problem = Problem(
         q=q,
         k=k,

@@ -31,10 +31,10 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     closest = 1 << (num_heads.bit_length() - 1)
     # Computed where they are needed, not copied there, so that a CUDA graph can capture it.
-    head = torch.arange(num_heads, device=device)
+    index = torch.arange(num_heads, device=device)
+    head = index.to(torch.float32 if index.device.type == "mps" else torch.float64)
     steps = torch.where(head < closest, head + 1, head - closest + 0.5)  # -8/c of these is the exponent
-    dtype = torch.float32 if head.device.type == "mps" else torch.float64
-    return torch.exp2(steps.to(dtype) * (-8.0 / closest)).to(torch.float32)
+    return torch.exp2(steps * (-8.0 / closest)).to(torch.float32)
 
 
 def fold_gradient(gradient: Tensor, slopes: Tensor) -> Tensor:

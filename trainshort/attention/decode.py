@@ -18,7 +18,7 @@ from torch import Tensor
 from trainshort.attention import pieces as engine
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.norms import UNDERFLOW
-from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.problem import BLOCK, LARGEST_SLOPE, Problem
 
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
@@ -44,8 +44,10 @@ def fits(problem: Problem) -> bool:
 
 
 def attend(problem: Problem) -> Tensor | None:
-    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes that are not positive."""
-    if not all(0.0 < slope < math.inf for row in _slope_rows(problem) for slope in row):
+    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
+    if not all(0.0 < slope <= LARGEST_SLOPE for row in _slope_rows(problem) for slope in row):
+        return None
+    if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
         return None
     done = _forward(problem, _lows(problem))
     return None if done is None else done[0]
@@ -55,7 +57,7 @@ def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
     group = problem.q.shape[1] // problem.k.shape[1]
     first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem)]
-    low = torch.tensor(first, dtype=torch.int32)
+    low = torch.tensor(first, dtype=torch.int32, device="cpu")
     if low.shape[0] < problem.q.shape[0]:
         low = low.expand(problem.q.shape[0], -1)
     last = torch.full_like(low, -(-problem.k.shape[2] // BLOCK))
@@ -101,12 +103,13 @@ def _lows(problem: Problem) -> list[list[int]]:
             penalties = slopes[row if len(slopes) > 1 else 0]
             for head in range(kv_heads):
                 norm = (longest[row][head] + tiny) * slack
-                low = keys
+                low = keys - 1  # a window holds the own key, however steep the slope
                 for member in range(group):
                     slope = penalties[head * group + member]
                     nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
                     reach = (nats + spare - math.log(-math.expm1(-slope))) / slope
-                    low = min(low, math.floor(keys - reach) if reach < keys else 0)  # NaN compares false: all of it
+                    # NaN compares false; a score of infinity gives -infinity: all of it.
+                    low = min(low, math.floor(keys - reach) if 0.0 <= reach < keys else 0)
                 lows.append(low // BLOCK * BLOCK)
             rows.append(lows)
     if problem.key_padding_mask is not None:

@@ -2,6 +2,9 @@
 
 A window is certified against this bound, so a better one makes windows shorter. The bound is cheap because it
 compares queries with means of neighbouring keys, by Jensen's inequality, and never takes an exponential.
+
+Inner products are float32 products that are added up, or matrix products of float64: torch's settings may let a
+matrix product of float32 round to TF32 or bfloat16, and the bound must hold under every setting.
 """
 
 from __future__ import annotations
@@ -12,11 +15,10 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.bias import LinearBias
-from trainshort.attention.norms import row_norms
+from trainshort.attention.norms import portions, row_norms
 from trainshort.attention.problem import Problem
 
 NEAR = 32  # queries of a tile share their near keys
-FOLD = 4  # tiles whose products are taken together
 RUNS = (32, 256)  # near keys that are averaged, multiples of NEAR: few for steep slopes, many for gentle ones
 
 
@@ -28,18 +30,18 @@ def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: 
     dtype = reach.dtype
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
-        near = _mean_key_score(problem, center, start, dtype)
+        near = _mean_key_score(problem, center, start, dtype).double()
         if problem.key_padding_mask is not None:
-            near = torch.maximum(near, _nearest_score(problem, center, dtype))
+            near = torch.maximum(near, _nearest_score(problem, center))
     else:
-        near = _nearest_score(problem, center, dtype)
+        near = _nearest_score(problem, center)
     # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key, which ‖k - c‖ + ‖c‖ bounds.
     group = problem.q.shape[1] // problem.k.shape[1]
     longest = longest.clamp_min(0.0).double()
     if center is not None:
         longest = longest + 2.0 * row_norms(center)
     longest = longest.repeat_interleave(group, dim=1)[..., None]  # [B, H, 1]
-    return near.double() - (problem.q.shape[3] + 36) * 2.0**-23 * reach.double() * longest - 1e-5
+    return near - (problem.q.shape[3] + 36) * 2.0**-23 * reach.double() * longest - 1e-5
 
 
 def _mean_key_score(problem: Problem, center: Tensor | None, start: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +52,7 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int, dtype: 
     """
     assert isinstance(problem.bias, LinearBias)
     q, k, scale = problem.q, problem.k, problem.scale
-    heads, queries = q.shape[1], q.shape[2]
+    queries = q.shape[2]
     tiles = -(-queries // NEAR)
     before = min(start // NEAR, max(RUNS) // NEAR)  # tiles of keys in front of the first query
     low = start - before * NEAR
@@ -69,10 +71,9 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int, dtype: 
     offset = (torch.arange(queries, device=q.device) % NEAR).to(dtype)  # place of a query in its tile
     past, future = (slope[..., None].to(dtype) for slope in problem.slopes(torch.float64))  # [B or 1, H, 1]
 
-    neighbours, gains = (
-        [],
-        [],
-    )  # mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq]
+    # Mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq].
+    neighbours: list[Tensor] = []
+    gains: list[Tensor] = []
     for run in RUNS:
         for ahead in (False,) if problem.causal else (False, True):
             steps = run // NEAR
@@ -89,36 +90,38 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int, dtype: 
             gain = gain.masked_fill(~inside[:, None], -math.inf)
             blind = [sight == ("past" if ahead else "future") for sight in problem.sights]
             gains.append(gain.masked_fill(torch.tensor(blind, device=q.device)[:, None], -math.inf))
-    # One product for FOLD tiles against the mean keys of all of them, of which each tile takes its own.
-    folds = -(-tiles // FOLD)
-    mean = torch.stack(neighbours, dim=-2)  # [B, Hkv, tiles, C, D]
-    mean = torch.nn.functional.pad(mean, (0, 0, 0, 0, 0, folds * FOLD - tiles)).unflatten(2, (folds, FOLD))
-    mean = mean.flatten(3, 4).transpose(-2, -1).repeat_interleave(heads // k.shape[1], dim=1)
-    missing = folds * FOLD * NEAR - queries
-    query = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
-    query = query.unflatten(2, (folds, FOLD * NEAR)).to(dtype)
-    if q.shape[0] <= 8:  # row by row, so that a slice of heads need not be copied
-        score = torch.stack([row @ row_mean for row, row_mean in zip(query, mean, strict=True)])
-    else:
-        score = query @ mean  # [B, H, folds, FOLD * NEAR, FOLD * C]
-    score = score.unflatten(-1, (FOLD, -1)).unflatten(3, (FOLD, NEAR))  # [B, H, folds, FOLD, NEAR, FOLD, C]
-    score = score.diagonal(dim1=3, dim2=5).movedim(-1, 3)  # [B, H, folds, FOLD, NEAR, C]
-    score = score.flatten(2, 4)[:, :, :queries] * scale
-    best = score[..., 0] + gains[0]
-    for column, gain in enumerate(gains[1:], start=1):
-        best = torch.maximum(best, score[..., column] + gain)
+    best = None
+    for mean, gain in zip(neighbours, gains, strict=True):
+        score = _products(q, mean)[:, :, :queries] * scale + gain
+        best = score if best is None else torch.maximum(best, score)
+    assert best is not None
     return best
 
 
-def _nearest_score(problem: Problem, center: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The score of the nearest key in sight (of the 64 nearest, where there are few queries)."""
+def _products(q: Tensor, mean: Tensor) -> Tensor:
+    """Inner products of the queries [B, H, Tq, D] with a vector for their tile of NEAR, [B, Hkv, tiles, D]."""
+    tiles, dtype = mean.shape[2], mean.dtype
+    missing = tiles * NEAR - q.shape[2]
+    query = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
+    query = query.unflatten(2, (tiles, NEAR)).unflatten(1, (mean.shape[1], -1))  # [B, Hkv, G, tiles, NEAR, D]
+    products = torch.empty(query.shape[:-1], dtype=dtype, device=q.device)
+    for part in portions(query):
+        products[part] = (query[part] * mean[part][:, :, None, :, None]).sum(-1)
+    return products.flatten(1, 2).flatten(2, 3)
+
+
+def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
+    """The score of the nearest key in sight (of the 64 nearest, where there are few queries), in float64.
+
+    Queries may stand far behind the last key: their distances times the slope have more digits than a float32.
+    """
     position = problem.positions()
     first, end = problem.key_runs()
     queries = problem.q.shape[2]
     width = 64 if queries <= 64 else 1
     anchor = torch.minimum(torch.maximum(position, first), end - 1)  # [B or 1, Tq]
     group = problem.q.shape[1] // problem.k.shape[1]
-    past, future = (slope[..., None, None] for slope in problem.slopes(dtype))
+    past, future = (slope[..., None, None] for slope in problem.slopes(torch.float64))
     columns = []
     at_once = 1024 // width
     for piece in range(0, queries, at_once):
@@ -128,10 +131,10 @@ def _nearest_score(problem: Problem, center: Tensor | None, dtype: torch.dtype) 
         index = index.expand(problem.q.shape[0], -1, -1)
         batch = torch.arange(problem.q.shape[0], device=index.device)[:, None, None]
         safe = index.clamp(0, max(problem.k.shape[2] - 1, 0))
-        keys = problem.k.transpose(1, 2)[batch, safe].to(dtype)  # [B, T, W, Hkv, D]
+        keys = problem.k.transpose(1, 2)[batch, safe].double()  # [B, T, W, Hkv, D]
         if center is not None:
             keys = keys - center[:, None, None]
-        query = problem.q[:, :, rows].to(dtype).unflatten(1, (-1, group))  # [B, Hkv, G, T, D]
+        query = problem.q[:, :, rows].double().unflatten(1, (-1, group))  # [B, Hkv, G, T, D]
         score = problem.scale * torch.einsum("bngtd,btwnd->bngtw", query, keys).flatten(1, 2)
         distance = (index - position[:, rows, None])[:, None]  # [B, 1, T, W]
         seen = inside[:, None]
@@ -139,6 +142,6 @@ def _nearest_score(problem: Problem, center: Tensor | None, dtype: torch.dtype) 
             blind = torch.tensor([s == sight for s in problem.sights], device=index.device)
             seen = seen & ~(blind[:, None, None] & (sign * distance > 0))
         assert isinstance(problem.bias, LinearBias)
-        score = score + problem.bias.at(distance.to(dtype), past, future)
+        score = score + problem.bias.at(distance.double(), past, future)
         columns.append(torch.logsumexp(score.masked_fill(~seen, -math.inf), dim=-1))
     return torch.cat(columns, dim=-1)

@@ -1,11 +1,14 @@
 """Lengths of queries and keys: what certified windows are proved from.
 
 Bounds are from above, with slack for the rounding of the sums: a length that is not known counts as infinite.
+Nothing here is a matrix product: those may round to TF32 or bfloat16 where torch's settings allow it, and the slack
+is that of float32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,12 +16,22 @@ from torch import Tensor
 from trainshort.attention.problem import BLOCK, Problem
 
 UNDERFLOW = 2.0**-63  # the square of a smaller number is lost in float32
+AT_ONCE = 2**20  # elements of a temporary tensor, so that it stays in a core's cache
 
 
 def row_norms(rows: Tensor) -> Tensor:
     """Lengths of the rows, in at least float32; never less than they are for want of exponents."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype) + rows.shape[-1] ** 0.5 * UNDERFLOW
+
+
+def portions(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of a tensor [B, H, ...]: whole rows of at most AT_ONCE elements together, or one head at a time."""
+    rows, heads = tensor.shape[:2]
+    at_once = AT_ONCE // max(tensor[:1].numel(), 1)
+    for row in range(0, rows, max(at_once, 1)):
+        for head in range(0, heads, heads if at_once else 1):
+            yield slice(row, row + max(at_once, 1)), slice(head, head + (heads if at_once else 1))
 
 
 def center_of(problem: Problem) -> Tensor | None:
@@ -81,15 +94,11 @@ def key_norms_of(problem: Problem, center: Tensor | None, slack: float) -> Tenso
     elif center is None:
         norms = row_norms(k) * slack
     else:
-        length = row_norms(k)
-        shift = row_norms(center)[..., None]
-        overlap = (k.to(center.dtype) @ center[..., None])[..., 0]
-        # ‖k - c‖² = ‖k‖² - 2 k.c + ‖c‖², whose rounding is at most (D + 4) 2^-23 (‖k‖ + ‖c‖)².
-        square = length * length - 2.0 * overlap + shift * shift
-        rounding = (slack - 1.0) * (length + shift) ** 2
-        centered = torch.sqrt(square.clamp_min(0.0) + rounding) * slack
-        norms = torch.where((center != 0).any(-1)[..., None], centered, length * slack)
-        norms = torch.where(torch.isfinite(length), norms, math.inf)
+        # The difference itself, not ‖k‖² - 2 k.c + ‖c‖²: that would cancel where keys have a large common part.
+        norms = torch.empty(k.shape[:3], dtype=center.dtype, device=k.device)
+        for part in portions(k):
+            norms[part] = row_norms(k[part] - center[part][:, :, None])
+        norms = norms * slack
     norms = torch.where(torch.isnan(norms), math.inf, norms)
     real = real_keys(problem)
     return norms if real is None else norms.masked_fill(~real[:, None], -math.inf)

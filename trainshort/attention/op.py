@@ -6,10 +6,12 @@ operators take flat arguments; `pack` and `unpack` translate from and to a Probl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trainshort.attention import blocked
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight, learned
@@ -87,8 +89,10 @@ def unpack(
     )
 
 
-def _windows_shape(q: Tensor) -> tuple[int, int, int, int]:
-    return (q.shape[0], q.shape[1], -(-q.shape[2] // BLOCK), 2)
+def _windows_size(q: Tensor) -> int:
+    """How many numbers the windows of a call are. Operators hand them on as one row: a dimension of query blocks is 1
+    up to a length of BLOCK, and a compiler would make a graph for that case alone."""
+    return q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * 2
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -116,7 +120,7 @@ def blocked_op(
     max_distance: int,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log-sum-exp [B, H, Tq], windows int32 [B, H, blocks, 2] (EVERYTHING where none were sought)."""
+    """Output like q, log-sum-exp [B, H, Tq], windows int32 [B * H * blocks * 2]: EVERYTHING if none were sought."""
     problem = unpack(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
@@ -125,8 +129,8 @@ def blocked_op(
     windows = blocked.windows_of(problem)
     out, lse = blocked.forward(problem, windows)
     if windows is None:
-        windows = torch.full(_windows_shape(q), blocked.EVERYTHING, dtype=torch.int32, device=q.device)
-    return out, lse, windows
+        windows = torch.full((_windows_size(q),), blocked.EVERYTHING, dtype=torch.int32, device=q.device)
+    return out, lse, windows.reshape(-1)
 
 
 @blocked_op.register_fake
@@ -134,7 +138,7 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(q),
         q.new_empty(q.shape[:3], dtype=_lse_dtype(q)),
-        q.new_empty(_windows_shape(q), dtype=torch.int32),
+        q.new_empty((_windows_size(q),), dtype=torch.int32),
     )
 
 
@@ -169,7 +173,7 @@ def blocked_backward_op(
         q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
         scale, tolerance, offset, sees, max_distance, bidirectional,
     )  # fmt: skip
-    visited = blocked.given_windows(windows)
+    visited = blocked.given_windows(windows.view(*q.shape[:2], -1, 2) if windows.numel() else windows)
     dq, dk, dv, bias = blocked.backward(problem, visited, out, lse, grad, want_bias)
     none = q.new_empty(0)
     return (
@@ -184,16 +188,18 @@ def blocked_backward_op(
 
 @blocked_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(want_bias, *args[:6])
+    return fake_gradients(gradient_like, want_bias, *args[:6])
 
 
-def fake_gradients(want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Shapes and layouts of what a backward operator returns."""
+def fake_gradients(
+    layout: Callable[[Tensor], Tensor], want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Shapes and layouts of what a backward operator returns. layout: an empty gradient for one of q, k and v."""
 
     def like(tensor: Tensor | None) -> Tensor:
         return tensor.new_empty(tensor.shape) if want_bias and tensor is not None else q.new_empty(0)
 
-    return (*(gradient_like(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
+    return (*(layout(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -223,6 +229,24 @@ def no_double_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError(
         "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
     )
+
+
+def refuse_transforms(tensors: Sequence[Tensor]) -> None:
+    """Of torch.func, and of forward mode: operators have no rules for them, and tangents would be lost."""
+    if torch.compiler.is_compiling():
+        return
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() != torch._C._functorch.TransformType.Functionalize for transform in transforms):
+        raise NotImplementedError(
+            "trainshort attention has no rules for torch.func (grad, vjp, jvp, vmap and what is made of them): use "
+            "torch.autograd.grad or backward(), or backend='reference', which has"
+        )
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
+        )
 
 
 def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:

@@ -102,7 +102,7 @@ class PieceBias:
 
     def shift(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
         """On a side: what each query adds to the bias of the one nearest to the keys, [rows, heads, R]."""
-        if piece.kind == "tile" or not isinstance(self.bias, LinearBias):
+        if piece.kind in ("tile", "still") or not isinstance(self.bias, LinearBias):
             return None
         slope = self.past if piece.kind == "left" else self.future
         away = torch.arange(piece.rows, device=slope.device, dtype=slope.dtype)
@@ -113,11 +113,14 @@ class PieceBias:
 
     def add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
         """Take in the gradients of a piece's scores, [rows, heads, R, W]."""
-        by_distance = sums_by_distance(scores).to(self._wide)  # [rows, heads, W + R - 1]
-        first = piece.distance - piece.rows + 1
+        if piece.kind == "still":
+            by_distance, first = scores.to(self._wide).sum(-2), piece.distance  # [rows, heads, W]
+        else:
+            by_distance = sums_by_distance(scores).to(self._wide)  # [rows, heads, W + R - 1]
+            first = piece.distance - piece.rows + 1
         distance = torch.arange(first, piece.distance + piece.keys, device=scores.device)
         if isinstance(self.bias, LinearBias):
-            ahead = torch.where(distance > 0, self.bias.offset - distance, 0.0)
+            ahead = torch.where(distance > 0, self.bias.offset - distance.to(self._wide), 0.0)
             self._dpast[rows, heads] += (by_distance * distance.clamp_max(0)).sum(-1)
             self._dfuture[rows, heads] += (by_distance * ahead).sum(-1)
         elif isinstance(self.bias, BucketBias) and self._dtable is not None:

@@ -18,6 +18,15 @@ FASTEST = [
 ]
 
 
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; where a program for all lengths is exported, for every one of them."""
+    if not torch.compiler.is_exporting():
+        return True if condition else False  # noqa: SIM210  bool() of a symbol stays one in a compiler
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def fits(problem: Problem) -> bool:
     """Whether scaled_dot_product_attention computes this problem, in linear memory."""
     if problem.bias is not None or (problem.q.shape[1] != problem.k.shape[1] and not problem.q.is_cuda):
@@ -29,16 +38,17 @@ def fits(problem: Problem) -> bool:
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, Tensor):
         return False
-    return start == keys - queries and queries in (1, keys)  # one query that sees everything, or a square
+    aligned = problem.query_start is None or holds(start == keys - queries)
+    return aligned and (holds(queries == 1) or holds(queries == keys))  # one query that sees everything, or a square
 
 
 def _causal(problem: Problem) -> bool:
-    return problem.causal and problem.q.shape[2] > 1
+    return problem.causal and not holds(problem.q.shape[2] == 1)
 
 
 def attend(problem: Problem) -> Tensor:
     q, k, v = problem.q, problem.k, problem.v
-    grouped = q.shape[1] != k.shape[1]
+    grouped = not holds(q.shape[1] == k.shape[1])
     if q.is_cuda and q.element_size() == 2 and not torch.compiler.is_compiling():
         with sdpa_kernel(FASTEST, set_priority=True):
             return F.scaled_dot_product_attention(

@@ -5,6 +5,7 @@ A piece is a range of queries against a range of keys, of one of three kinds:
     tile    keys around the queries: the bias is a small matrix, with -inf where a key is out of sight
     left    keys that lie wholly in the past: bias(query, key) = f(key) + g(query), so it is one row
     right   the mirror image: keys that lie wholly in the future
+    still   queries beyond all keys, which count as standing at one position: the bias is one row, without g(query)
 
 Pieces never touch a key outside the window of their query block, and no query of a piece sees none of its
 keys, so that each piece has a finite log-sum-exp and pieces of a query can be merged by it.
@@ -23,7 +24,7 @@ from trainshort.attention.problem import BLOCK, Problem
 
 
 class Piece(NamedTuple):
-    kind: Literal["tile", "left", "right"]
+    kind: Literal["tile", "left", "right", "still"]
     row: int  # first query
     rows: int
     key: int  # first key
@@ -46,6 +47,7 @@ class Segment(NamedTuple):
     key: int
     key_end: int
     shift: int  # position of a query among the keys = its index + shift
+    still: int | None = None  # or the one position of all of them, beyond all keys (see Problem.positions)
 
 
 class Shape(NamedTuple):
@@ -68,10 +70,24 @@ def segments(problem: Problem) -> list[Segment]:
         return [Segment(None, low, high, low, high, 0) for low, high in itertools.pairwise(borders) if high > low]
     start = problem.start
     if problem.key_padding_mask is None and not isinstance(start, Tensor):
-        return [Segment(None, 0, queries, 0, keys, start)]
+        return _by_position(Segment(None, 0, queries, 0, keys, start), problem.bias_reach)
     first, end = (limit.expand(problem.q.shape[0], -1)[:, :1].tolist() for limit in problem.key_runs())
     starts = start.tolist() if isinstance(start, Tensor) else [start] * problem.q.shape[0]
-    return [Segment(row, 0, queries, first[row][0], end[row][0], starts[row]) for row in range(problem.q.shape[0])]
+    rows = [Segment(row, 0, queries, first[row][0], end[row][0], starts[row]) for row in range(problem.q.shape[0])]
+    return [part for row in rows for part in _by_position(row, problem.bias_reach)]
+
+
+def _by_position(segment: Segment, reach: int) -> list[Segment]:
+    """Queries in front of all keys, among them and behind them, apart."""
+    low, high = segment.key - 1 - reach, segment.key_end + reach
+    among = min(max(low + 1 - segment.shift, segment.row), segment.row_end)
+    behind = min(max(high - segment.shift, among), segment.row_end)
+    parts = [
+        segment._replace(row_end=among, still=low),
+        segment._replace(row=among, row_end=behind),
+        segment._replace(row=behind, still=high),
+    ]
+    return [part for part in parts if part.row < part.row_end and part.key < part.key_end]
 
 
 class _Rows(NamedTuple):
@@ -91,6 +107,8 @@ def cut(
     windows: first and one-past-last key block for each query block, or None to visit all that is in sight.
     beyond: how far from the query the bias becomes separable.
     """
+    if segment.still is not None:
+        return _cut_still(segment, sight, windows, shape)
     step = shape.rows if windows is None else min(shape.rows, BLOCK)
     runs = _runs(segment, sight, windows, step)
     chunks = _paired(runs) if windows is not None and shape.rows >= 2 * BLOCK else [[run] for run in runs]
@@ -127,6 +145,22 @@ def _runs(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | Non
             runs.append(_Rows(first, last, low, high))
         row = end
     return runs
+
+
+def _cut_still(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, shape: Shape) -> list[Piece]:
+    """The pieces of queries that are all beyond their keys, on the same side."""
+    assert segment.still is not None
+    if sight == ("past" if segment.still < segment.key else "future"):
+        return []
+    pieces: list[Piece] = []
+    runs = _runs(segment._replace(shift=0), "both", windows, BLOCK if windows is not None else shape.strip_rows)
+    for run in runs:
+        fresh = True
+        for key in range(run.low, run.high, shape.side_keys):
+            keys = min(shape.side_keys, run.high - key)
+            pieces.append(Piece("still", run.row, run.end - run.row, key, keys, key - segment.still, fresh))
+            fresh = False
+    return pieces
 
 
 def _paired(runs: list[_Rows]) -> list[list[_Rows]]:

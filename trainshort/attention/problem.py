@@ -20,6 +20,9 @@ from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
+LARGEST_SLOPE = 2.0**64  # times any distance, float32 still holds it
+POSITIONS = 2**62  # beyond every length, and safe to add one to
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_TOLERANCE = {
     torch.float16: 2.0**-14,
@@ -87,13 +90,28 @@ class Problem:
         future = past if self.bias.future is None else torch.atleast_2d(self.bias.future).to(dtype)
         return past, future
 
+    @property
+    def bias_reach(self) -> int:
+        """How far from a query the bias still depends on the distance in a way of its own: T5's largest distance."""
+        return self.bias.max_distance if isinstance(self.bias, BucketBias) else 0
+
     def positions(self) -> Tensor:
-        """The position of each query among the keys, int64 [B or 1, Tq]."""
+        """The position of each query among the keys, int64 [B or 1, Tq].
+
+        A query beyond all keys of its own sequence is put next to the nearest of them (beyond the reach of the bias).
+        It sees the same keys with the same weights there, because what all its distances have in common changes no
+        softmax; and distances stay so small that float32 holds them exactly.
+        """
         index = torch.arange(self.q.shape[2], device=self.q.device)
         start = self.start
         if isinstance(start, Tensor):
-            return start.to(torch.int64)[:, None] + index
-        return (start + index)[None]
+            position = start.to(torch.int64)[:, None] + index
+        else:
+            position = (min(max(start, -POSITIONS), POSITIONS) + index)[None]
+        if self.cu_seqlens is not None:
+            return position
+        first, end = self.key_runs()
+        return torch.minimum(torch.maximum(position, first - 1 - self.bias_reach), end + self.bias_reach)
 
     def key_runs(self) -> tuple[Tensor, Tensor]:
         """For each query the run of keys of its own sequence: [first, end), int64 [B or 1, Tq]."""
@@ -202,6 +220,8 @@ def check_shapes(problem: Problem) -> None:
             raise ValueError(f"query_start must be on q's device {q.device}, got {start.device}")
     elif start is not None and (isinstance(start, bool) or not isinstance(start, (int, torch.SymInt))):
         raise TypeError(f"query_start must be an int or an int tensor [batch], got {type(start).__name__}")
+    elif isinstance(start, int) and not -POSITIONS <= start <= POSITIONS:
+        raise ValueError(f"query_start must lie between -2^62 and 2^62, got {start}")
     if problem.key_norms is not None:
         _check_key_norms_shape(problem.key_norms, k)
 
@@ -264,11 +284,13 @@ def _check_key_norms_shape(norms: Tensor, k: Tensor) -> None:
 
 
 def check_values(problem: Problem) -> None:
-    """What only the contents can tell: positive slopes, no holes in the padding, borders in order."""
+    """What only the contents can tell: positive slopes, norms, no holes in the padding, borders in order."""
     if isinstance(problem.bias, LinearBias):
         require_positive("slopes", problem.bias.slopes)
         if problem.bias.future is not None:
             require_positive("future", problem.bias.future)
+    if problem.key_norms is not None:
+        _require_norms(problem.key_norms)
     mask = problem.key_padding_mask
     if mask is not None and mask.shape[1] > 1:
         edges = (mask[:, 1:] != mask[:, :-1]).sum(-1) + mask[:, 0] + mask[:, -1]
@@ -288,28 +310,53 @@ def check_values(problem: Problem) -> None:
         )
 
 
-# Slopes on a GPU that were found good already: asking takes longer there than computing a short sequence.
+# Slopes and norms on a GPU that were found good already: asking takes longer there than computing a short sequence.
 _known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
-def _is_known(slopes: Tensor) -> bool:
-    """Whether these very slopes, unchanged, were looked at before. Remembers them."""
-    if slopes.device.type == "cpu" or slopes.is_inference() or torch.compiler.is_compiling():
+def _is_known(numbers: Tensor) -> bool:
+    """Whether these very numbers, unchanged, were looked at before. Remembers them."""
+    if numbers.device.type == "cpu" or numbers.is_inference() or torch.compiler.is_compiling():
         return False
-    known = _known.get(id(slopes))
-    if known is not None and known[0]() is slopes and known[1] == slopes._version:
+    known = _known.get(id(numbers))
+    if known is not None and known[0]() is numbers and known[1] == numbers._version:
         return True
     if len(_known) > 256:
         _known.clear()
-    _known[id(slopes)] = (weakref.ref(slopes), slopes._version)
+    _known[id(numbers)] = (weakref.ref(numbers), numbers._version)
     return False
 
 
 def require_positive(name: str, slopes: Tensor) -> None:
     if _is_known(slopes):
         return
-    good = (slopes > 0) & torch.isfinite(slopes)
-    _require(good, f"{name} must be positive and finite", lambda: f", got {float(slopes.detach()[~good][0])}")
+    good = (slopes > 0) & (slopes <= LARGEST_SLOPE)  # NaN compares false
+    _require(
+        good,
+        f"{name} must be positive and at most 2^64",
+        lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
+    )
+
+
+# Norms on a GPU that a cache keeps and writes itself, by address: there is nothing to look for in them at every step.
+_kept_norms: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def vouch_for(norms: Tensor) -> None:
+    """Say that nothing negative is ever written to these norms."""
+    if _has_address(norms):
+        _kept_norms[norms.data_ptr()] = norms
+
+
+def _has_address(norms: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and norms.is_cuda and type(norms) is Tensor
+
+
+def _require_norms(norms: Tensor) -> None:
+    if _has_address(norms) and (norms.data_ptr() in _kept_norms or _is_known(norms)):
+        return
+    good = ~(norms < 0)  # NaN is allowed: then everything is visited
+    _require(good, "key_norms must not be negative", lambda: f", got {float(norms.detach()[~good][0])}")
 
 
 def _require(good: Tensor, what: str, came: Callable[[], str]) -> None:

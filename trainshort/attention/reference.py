@@ -9,6 +9,9 @@ nothing. Every other backend is tested against it.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,17 @@ from trainshort.attention.problem import Problem
 def attend(problem: Problem) -> Tensor:
     """Dense attention, [B, H, Tq, D]. Autograd differentiates it."""
     with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
-        return _attend(problem)
+        if problem.cu_seqlens is None:
+            return _attend(problem)
+        borders = problem.cu_seqlens.tolist()
+        documents = [_document(problem, *border) for border in itertools.pairwise(borders)]
+        return torch.cat([_attend(document) for document in documents], dim=2) if documents else problem.q * 0.0
+
+
+def _document(problem: Problem, first: int, end: int) -> Problem:
+    """One of the documents that are packed into a row."""
+    q, k, v = (tensor[:, :, first:end] for tensor in (problem.q, problem.k, problem.v))
+    return replace(problem, q=q, k=k, v=v, cu_seqlens=None, key_norms=None)
 
 
 def _attend(problem: Problem) -> Tensor:
@@ -28,28 +41,16 @@ def _attend(problem: Problem) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
-    if problem.key_padding_mask is not None:  # what stands in padding must not even be multiplied by zero
-        real = problem.key_padding_mask[:, None, :, None]
-        k, v = k.masked_fill(~real, 0.0), v.masked_fill(~real, 0.0)
-    k, v = _without_the_future(problem, k), _without_the_future(problem, v)
+    # What stands in a key that nobody sees, or in a query that sees nothing, must not even be multiplied by zero.
+    seen = visible(problem).expand(-1, q.shape[1], -1, -1)  # [B or 1, H, Tq, Tk]
+    unseen, blind = ~seen.any(2)[..., None], ~seen.any(3)[..., None]
+    q, k, v = q.masked_fill(blind, 0.0), k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
 
     scores = problem.scale * (q @ k.transpose(-2, -1)) + bias_matrix(problem, dtype)  # [B, H, Tq, Tk]
-    seen = visible(problem)
     scores = scores.masked_fill(~seen, float("-inf"))
     # A row that sees no key would be 0/0: let it see everything, then take its output away.
-    blind = ~seen.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    return (weights @ v).to(problem.q.dtype)
-
-
-def _without_the_future(problem: Problem, keys: Tensor) -> Tensor:
-    """Zero for keys that no query of their row may see, such as the unwritten end of a cache."""
-    if not problem.causal or keys.shape[2] == 0 or problem.q.shape[2] == 0:
-        return keys
-    last = problem.positions()[:, -1]  # [B or 1]
-    index = torch.arange(keys.shape[2], device=keys.device)
-    unseen = index > last[:, None]  # [B or 1, Tk]
-    return keys.masked_fill(unseen[:, None, :, None], 0.0)
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1)
+    return (weights @ v).masked_fill(blind, 0.0).to(problem.q.dtype)
 
 
 def visible(problem: Problem) -> Tensor:

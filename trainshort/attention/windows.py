@@ -12,7 +12,8 @@ the query through x = s‖q_i‖ alone and grows with x: it is tabulated once a 
 the window of a query block is then a binary search in that table. The future side of symmetric attention is
 the mirror image, with half of the tolerance for each side.
 
-Rounding is paid for: norms and near scores carry a slack of (D + 4) 2^-23 of their size. A NaN or an infinity
+Rounding is paid for: norms and near scores carry a slack of (D + 4) 2^-23 of their size, which no setting of torch
+for the precision of matrix products can exceed, because no matrix product of float32 is taken. A NaN or an infinity
 in a norm makes the bound infinite, so that such a key is always visited and such a query visits everything.
 The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
@@ -83,7 +84,7 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     steepest = torch.atleast_2d(slopes).amax(0).double()
     shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
     if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
-        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1).clamp(min=1).double()
+        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
         kept = torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
     else:
         kept = (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
@@ -154,11 +155,11 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     past, future = (slope.double() for slope in problem.slopes(torch.float64))  # [B or 1, H]
     looks_back = [sight != "future" for sight in problem.sights]
     looks_ahead = [sight != "past" for sight in problem.sights]
-    sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)])
+    sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)], device="cpu")
     budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
 
     with torch.no_grad():
-        reach = row_norms(problem.q) * (abs(problem.scale) * slack * slack)  # x, [B, H, Tq]
+        reach = row_norms(problem.q) * (abs(problem.scale) * slack)  # x, [B, H, Tq]
         center = center_of(problem)  # [B, Hkv, D], or None
         by_block = block_norms_of(problem, block, slack) if problem.causal else None  # [B, Hkv, key blocks]
         norms = key_norms_of(problem, center, slack) if by_block is None else by_block  # [B, Hkv, Tk]
@@ -167,9 +168,11 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         edges = _edges(reach)  # [B, H, G]
         position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
         run_first, run_end = (limit[:, None] for limit in problem.key_runs())  # [B or 1, 1, Tq]
-        # Where no near key vouches for a query, it visits all that is in its sight.
-        stuck = torch.isneginf(near) & (run_end > run_first)
-        near = near.masked_fill(torch.isneginf(near), math.inf)
+        # Where no near key vouches for a query, it visits all that is in its sight. So does one whose x is not
+        # finite, because then `near` is not either.
+        unknown = ~torch.isfinite(near)
+        stuck = unknown & (run_end > run_first)
+        near = near.masked_fill(unknown, math.inf)
         shape = (*problem.q.shape[:2], -(-problem.q.shape[2] // block))
         first = torch.zeros(shape, dtype=torch.int64, device=problem.q.device)
         last = torch.full_like(first, FAR)
@@ -246,10 +249,8 @@ class _Tail:
 def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold: Tensor) -> Tensor:
     """How many leading key blocks each query block may skip: int64 [B, H, query blocks].
 
-    reach, threshold [B, H, Tq]; edges [B, H, G].
+    reach, threshold [B, H, Tq]; edges [B, H, G]. A query with a threshold of infinity has no say.
     """
-    bad = ~(torch.isfinite(reach) & torch.isfinite(threshold)) & ~torch.isposinf(threshold)
-    threshold = threshold.masked_fill(bad, -math.inf)
     skip = None
     below = None
     for edge in edges.unbind(-1):
@@ -257,7 +258,7 @@ def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold:
         least = threshold
         if edges.shape[-1] > 1:
             mine = reach <= x if below is None else (reach > below) & (reach <= x)
-            least = threshold.masked_fill(~(mine | bad), math.inf)
+            least = threshold.masked_fill(~mine, math.inf)
         least = _by_block(least, block, fill=math.inf).amin(-1)  # [B, H, query blocks]
         count = torch.searchsorted(tail.table(x), least, right=True)
         skip = count if skip is None else torch.minimum(skip, count)

@@ -84,7 +84,7 @@ def run(flags: Flags) -> None:
             print(stream.add(token), end="", flush=True)
 
     model.generate(
-        torch.tensor([prompt], device=device),
+        torch.tensor([prompt], dtype=torch.int64, device=device),
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
         top_k=flags.top_k,

@@ -29,7 +29,7 @@ def write_samples(folder: Path, data: TokenData) -> None:
     limit = model.position.max_length or PROMPT + NEW
     prompt = [int(token) for token in data.validation[: min(PROMPT, limit // 2)]]
     new = min(NEW, limit - len(prompt))
-    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    tokens = torch.tensor([prompt], dtype=torch.int64, device=next(model.parameters()).device)
     stop = [] if tokenizer.end_id is None else [tokenizer.end_id]
     out = model.generate(tokens, max_new_tokens=new, temperature=0.8, top_p=0.95, seed=0, stop_tokens=stop)
     continued = [token for token in out[0, len(prompt) :].tolist() if token not in stop]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.norms import row_norms
-from trainshort.attention.problem import BLOCK
+from trainshort.attention.problem import BLOCK, vouch_for
 from trainshort.models.config import ModelConfig
 
 FIRST_CAPACITY = 256  # of a growing cache
@@ -48,7 +48,10 @@ class KeyValueCache:
         self.keys = [torch.empty(shape, **options) for _ in range(config.num_layers)]
         self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
         norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
-        self.norms = [torch.zeros(norms, device=device) for _ in range(config.num_layers)]
+        # Whatever the keys and the default are in: certificates rest on these.
+        self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
+        for kept in self.norms:
+            vouch_for(kept)
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""
@@ -70,6 +73,8 @@ class KeyValueCache:
                 larger = old.new_zeros(shape) if size is None else old.new_empty(shape)
                 larger[:, :, : old.shape[2]] = old
                 buffers[layer] = larger
+        for kept in self.norms:
+            vouch_for(kept)
 
     def pad_left(self, key_padding_mask: Tensor) -> None:
         """Say which leading tokens of the rows are padding. Before the first token only."""
@@ -87,7 +92,7 @@ class KeyValueCache:
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
-        lengths = row_norms(k.detach()).float()
+        lengths = norms_above(keys[:, :, start:end].detach())  # as stored: rounding makes half of them longer
         if end == start + 1 and not torch.compiler.is_compiling():
             block_norm = norms[:, :, start // BLOCK, None]
             torch.maximum(block_norm, lengths, out=block_norm)
@@ -102,3 +107,8 @@ class KeyValueCache:
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has appended."""
         self.length += tokens
+
+
+def norms_above(keys: Tensor) -> Tensor:
+    """Float32 numbers no less than the norms of these rows: larger by what a float32 sum and its root can lose."""
+    return row_norms(keys).float() * (1.0 + (keys.shape[-1] / 2 + 4) * 2.0**-24)

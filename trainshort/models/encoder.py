@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainshort.attention.triton.known import is_eager
 from trainshort.models.config import ModelConfig
 from trainshort.models.language_model import initialize
-from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm
+from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm, require_tokens
 from trainshort.models.model import Model
 from trainshort.positions import build_position
 
@@ -53,6 +54,8 @@ class Encoder(Model):
         token_types: Tensor | None = None,
     ) -> Tensor:
         """Masked-token loss: the mean over targets [B, T] that are not -100. Only those get logits."""
+        require_tokens("tokens", tokens)
+        require_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
         hidden = self(tokens, key_padding_mask, token_types=token_types)
@@ -74,7 +77,7 @@ class Encoder(Model):
             raise ValueError(f"token_types must be {list(tokens.shape)} like tokens, got {list(token_types.shape)}")
         if token_types.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"token_types must be int32 or int64, got {token_types.dtype}")
-        if torch.compiler.is_compiling() or token_types.device.type != "cpu" or token_types.numel() == 0:
+        if not is_eager(token_types) or token_types.device.type != "cpu" or token_types.numel() == 0:
             return  # reading them would break the graph, or wait for the GPU
         count = self.config.token_types
         low, high = (int(value) for value in token_types.aminmax())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainshort.models.layers import check_mask
+from trainshort.models.layers import check_mask, require_tokens
 
 if TYPE_CHECKING:
     from trainshort.models.cache import KeyValueCache
@@ -76,6 +76,7 @@ def _check(
     top_k: int | None,
     top_p: float | None,
 ) -> None:
+    require_tokens("tokens", tokens)
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.shape[0] == 0:
         raise ValueError(f"tokens must be [batch, length] with at least one token, got shape {list(tokens.shape)}")
     if max_new_tokens < 0:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
-from trainshort.models.layers import Trunk
+from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
 from trainshort.positions import build_position
 
@@ -62,6 +62,8 @@ class LanguageModel(Model):
 
         reduction: "mean" over the targets that count, "sum", or "none" for [B, T].
         """
+        require_tokens("tokens", tokens)
+        require_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
         if reduction not in ("mean", "sum", "none"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainshort.attention import attention
 from trainshort.attention.bias import Bias, LinearBias
+from trainshort.attention.triton.known import is_eager
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.positions import Position
@@ -147,10 +148,20 @@ class Block(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
+def require_tokens(name: str, tokens: object) -> None:
+    """Refuse what is no tensor, such as a text or a list of ints."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"{name} must be an int tensor [batch, length], got {type(tokens).__name__}: for a text, pass "
+            "torch.tensor([model.tokenizer.encode(text).ids])"
+        )
+
+
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
     """Refuse a key_padding_mask that does not go with these tokens."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be a bool tensor, True for real tokens; got {mask.dtype}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"key_padding_mask must be a bool tensor, True for real tokens; got {came}")
     if mask.shape != tokens.shape:
         raise ValueError(f"key_padding_mask must be {list(tokens.shape)} like tokens, got {list(mask.shape)}")
 
@@ -217,11 +228,12 @@ class Trunk(nn.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
     def _check_tokens(self, tokens: Tensor) -> None:
+        require_tokens("tokens", tokens)
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be [batch, length], got shape {list(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
-        if torch.compiler.is_compiling() or tokens.device.type != "cpu" or tokens.numel() == 0:
+        if not is_eager(tokens) or tokens.device.type != "cpu" or tokens.numel() == 0:
             return
         low, high = tokens.aminmax()
         if int(low) < 0 or int(high) >= self.config.vocab_size:

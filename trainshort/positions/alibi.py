@@ -62,9 +62,9 @@ class Alibi(Position):
         return torch.tensor(self.given, dtype=torch.float32, device=device) * self.scale
 
     def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Alibi:
-        """Fixed slopes move with the model but stay float32: rounded to 16 bits they would be wrong far away."""
+        """Slopes move with the model but stay float32: rounded to 16 bits they would be wrong far away."""
         before = None if self.trainable else self.get_buffer("slopes")
-        super()._apply(function, recurse)
+        super()._apply(lambda tensor: _moved(function, tensor), recurse)
         if before is not None:
             device = self.get_buffer("slopes").device
             self.slopes = before if before.is_meta else before.to(device)
@@ -72,6 +72,8 @@ class Alibi(Position):
         return self
 
     def materialize(self, device: torch.device) -> None:
+        if self.trainable and self.log_slopes.dtype != torch.float32:  # assigned from a checkpoint in another dtype
+            self.log_slopes.data = self.log_slopes.data.float()
         if not self.trainable and self.get_buffer("slopes").is_meta:
             self.slopes = self._initial("cpu").to(device)  # computed where a model is usually built, to the same bits
 
@@ -85,3 +87,11 @@ class Alibi(Position):
     def bias(self) -> Bias:
         slopes = self._current()
         return LinearBias.one_sided(slopes) if self.one_sided else LinearBias(slopes)
+
+
+def _moved(function: Callable[..., Any], tensor: Tensor) -> Tensor:
+    """What `function` makes of a tensor, but in float32."""
+    moved = function(tensor)
+    if moved.dtype == torch.float32:
+        return moved
+    return torch.empty_like(moved, dtype=torch.float32) if tensor.is_meta else tensor.float().to(moved.device)

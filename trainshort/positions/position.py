@@ -44,4 +44,5 @@ class Position(nn.Module):
         return None
 
     def materialize(self, device: torch.device) -> None:
-        """Make what no checkpoint holds (fixed tables) if it has no values yet: after a start on the meta device."""
+        """After loading: make what no checkpoint holds (fixed tables) if it has no values yet, as after a start on
+        the meta device, and bring tensors that have a dtype of their own back to it."""

@@ -142,7 +142,7 @@ class _Trainer:
         rows = config.sequences // config.accumulation
         parts = [self.batches.batch(starts[at : at + rows]) for at in range(0, len(starts), rows)]
         count = max(1, sum(part.count for part in parts))
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for part in parts:
             loss = self._sum(part) / count
             loss.backward()

@@ -236,6 +236,34 @@ def test_vmap_is_refused() -> None:
         torch.vmap(lambda q: ts.alibi_attention(q[:, :, -1:], case.k, case.v, backend="triton"))(batched)
 
 
+def test_many_gradients_at_once_are_refused() -> None:
+    case = make("causal")
+    q = case.q.clone().requires_grad_()
+    out = ts.alibi_attention(q, case.k, case.v, backend="triton")
+    upstream = torch.stack((case.upstream(), case.upstream()))
+    with pytest.raises(NotImplementedError, match="vmap"):
+        torch.autograd.grad(out, q, upstream, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_torch_func_is_refused(queries: int) -> None:
+    case = make("causal")
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*backend='reference'"):
+        torch.func.grad(lambda q: ts.alibi_attention(q, case.k, case.v, backend="triton").sum())(
+            case.q[:, :, -queries:]
+        )
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_negative_norms_are_refused(queries: int) -> None:
+    case = make("causal")
+    q, norms = case.q[:, :, -queries:], torch.full((*case.k.shape[:2], 1), -1.0)
+    with pytest.raises(ValueError, match=r"key_norms must not be negative, got -1\.0"):
+        ts.alibi_attention(q, case.k, case.v, key_norms=norms, backend="triton")
+    visited = ts.alibi_attention(q, case.k, case.v, key_norms=norms * math.nan, backend="triton")
+    torch.testing.assert_close(visited, ts.alibi_attention(q, case.k, case.v, backend="reference"))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own use of its scripts
 @pytest.mark.parametrize("queries", [1, 70])
 def test_forward_mode_is_refused(queries: int) -> None:

@@ -27,6 +27,7 @@ from trainshort.attention.triton.tiles import (
     full_bias,
     load_rows,
     place,
+    position,
     sees_of,
     sight,
     split_bias,
@@ -125,9 +126,9 @@ def query_kernel(
     if PACKED:
         unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
     r = row + tl.arange(0, BM)
-    p = start + r
+    p = position(start, r, nk, reach, CAUSAL)
     lo, hi, some = sight(r, nq, nk, start, sees_of(SEES, h, CAUSAL, SIDED), FIRST, LAST, unit0, CAUSAL, WINDOWS)
-    ref = start + row
+    ref = position(start, row, nk, reach, CAUSAL)
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
 
     q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
@@ -186,18 +187,23 @@ def _key_range(
     first, end, j, start, sees, ref, mp, mf, offset, reach, scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLIND: tl.constexpr,
 ):  # fmt: skip
     """Take in the query tiles of one range."""
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
-        p = start + r
+        p = position(start, r, nk, reach, CAUSAL)
         q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
         do = load_rows(DO, b, h, row, d_base, stride_dt, nq, D, BD, BM, TMA)
         lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
-        s = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
         if SIDE == MASKED:
             lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
+            if BLIND:  # what stands in queries that see nothing must not even be multiplied by zero
+                q = tl.where(some[:, None], q, 0.0).to(q.dtype)
+                do = tl.where(some[:, None], do, 0.0).to(do.dtype)
+        s = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
+        if SIDE == MASKED:
             seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]) & some[None, :]
             if BIAS != NONE:
                 s += full_bias(LINE, p[None, :], j[:, None], mp, mf, offset, reach, BIAS, CAUSAL)
@@ -226,7 +232,7 @@ def key_kernel(
     H, group, Tq, Tk, offset, reach,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     b = tl.program_id(1)
@@ -287,18 +293,18 @@ def key_kernel(
             dk, dv = _key_range(
                 dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
                 unit0, nq, nk, r0, n1, j, start, sees, key, mp, mf, offset, reach, scale,
-                D, BD, BM, BIAS, CAUSAL, WINDOWS, FUTURE, TMA, PRECISION, STAGES,
+                D, BD, BM, BIAS, CAUSAL, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
             )  # fmt: skip
             m0 = n1
         dk, dv = _key_range(
             dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
             unit0, nq, nk, m0, n2, j, start, sees, key, mp, mf, offset, reach, scale,
-            D, BD, BM, BIAS, CAUSAL, WINDOWS, MASKED, TMA, PRECISION, STAGES,
+            D, BD, BM, BIAS, CAUSAL, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND,
         )  # fmt: skip
         dk, dv = _key_range(
             dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
-            unit0, nq, nk, n2, r1, j, start, sees, key, mp, mf, offset, reach, scale,
-            D, BD, BM, BIAS, CAUSAL, WINDOWS, PAST, TMA, PRECISION, STAGES,
+            unit0, nq, nk, n2, r1, j, start, sees, key + BN, mp, mf, offset, reach, scale,
+            D, BD, BM, BIAS, CAUSAL, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND,
         )  # fmt: skip
     g_base = b.to(tl.int64) * stride_gb + hk.to(tl.int64) * stride_gh + k0.to(tl.int64) * stride_gt
     e_base = b.to(tl.int64) * stride_eb + hk.to(tl.int64) * stride_eh + k0.to(tl.int64) * stride_et

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.attention.triton.tiles import BUCKET, LINEAR, UNIT
+from trainshort.attention.triton.tiles import BUCKET, LINEAR, UNIT, position
+from trainshort.attention.triton.windows import UNDERFLOW, lengths
 
 
 @triton.jit(do_not_specialize=["start", "Tk", "norm_count"])
@@ -34,7 +35,7 @@ def split_kernel(
     d = tl.arange(0, BD)
     rows = i < group * Tq
     h = hk * group + i // Tq
-    p = start + i % Tq
+    p = position(start, i % Tq, nk, reach, True)
     q_at = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + (i % Tq).to(tl.int64) * stride_qt
     q = tl.load(Q + q_at[:, None] + d[None, :], mask=rows[:, None] & (d < D)[None, :], other=0.0)
     k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
@@ -50,7 +51,7 @@ def split_kernel(
         k_at = nearest.to(tl.int64) * stride_kt
         own = tl.load(K + k_base + k_at[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
         wide = q.to(tl.float32)
-        x = tl.sqrt(tl.sum(wide * wide, 1)) * tl.abs(scale)
+        x = lengths(wide, D) * tl.abs(scale)
         norm = b * 0.0
         odd = b * 0
         for chunk in range(0, norm_count, CHUNK):
@@ -61,7 +62,7 @@ def split_kernel(
         near = tl.sum(wide * own.to(tl.float32), 1) * scale - m * (p - nearest).to(tl.float32)
         slack = 1.0 + 4.0 * (D + 4) * 1.1920929e-7
         geometric = tl.where(m < 1e-4, -tl.log(m) + m, -tl.log(1.0 - tl.exp(-m)))
-        width = (x * norm * slack - near + budget + geometric + 0.01) / m
+        width = (x * (norm + D * UNDERFLOW) * slack - near + budget + geometric + 0.01) / m
         back = tl.where((width > 0.0) & (width < 16777216.0), tl.ceil(width).to(tl.int32) + 1, 1 << 30)
         lowest = tl.min(tl.where(seen, p - back, 1 << 30), 0)
         first = tl.where(odd > 0, 0, tl.minimum(tl.maximum(lowest, 0), end) // UNIT * UNIT)

@@ -5,7 +5,8 @@ Key tiles fall into five ranges, of which causal attention has the first three:
     [k0, u0) masked | [u0, n1) past | [n1, n2) masked, near the diagonal | [n2, u1) future | [u1, k1) masked
 
 Only masked tiles compare positions. In the others the bias is a term of the query plus a term of the key, and in
-causal attention the query's term is left out: it cancels in the softmax, and goes into the log-sum-exp at the end.
+causal attention the query's term is left out beyond the nearest keys: it cancels in the softmax. The log-sum-exp of
+the nearest keys is kept apart while that is so, because a steep slope's term would drown it.
 
 The nearest keys come first, and a unit more than the diagonal. What they sum to is known before any far key is
 visited, and with the norms of the keys says which of them can matter at all: those outside [FROM, TO) are never read
@@ -24,6 +25,7 @@ from trainshort.attention.triton.tiles import (
     FUTURE,
     LINEAR,
     MASKED,
+    NEAR,
     NONE,
     PAST,
     ROWS,
@@ -31,6 +33,7 @@ from trainshort.attention.triton.tiles import (
     full_bias,
     load_rows,
     place,
+    position,
     sees_of,
     sight,
     split_bias,
@@ -79,8 +82,8 @@ def _visit(
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        if SIDE == MASKED:
-            if CAUSAL and BIAS == LINEAR:
+        if SIDE == MASKED or SIDE == NEAR:
+            if CAUSAL and BIAS == LINEAR and SIDE == MASKED:
                 s += (mp * (j - ref).to(tl.float32))[None, :]
             elif BIAS != NONE:
                 s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, reach, BIAS, CAUSAL)
@@ -146,10 +149,11 @@ def forward_kernel(
     if BIAS == BUCKET:
         LINE += h * (2 * reach + 1)
     r = row + tl.arange(0, BM)
-    p = start + r
+    p = position(start, r, nk, reach, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)
     lo, hi, some = sight(r, nq, nk, start, sees, FROM, TO, 0, CAUSAL, False)
-    ref = start + row
+    ref = position(start, row, nk, reach, CAUSAL)
+    after = (p - ref).to(tl.float32)
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
     near0, near1 = n1, n2
     if WINDOWS:
@@ -192,26 +196,28 @@ def forward_kernel(
     grow = 1.0
     acc, l, m, rest, found = _visit(
         acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, near0, near1, p, lo,
-        hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, True, False, TMA,
+        hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, NEAR, True, False, TMA,
         PRECISION, STAGES,
     )  # fmt: skip
     if WINDOWS:
         near = (m + tl.log2(l)) * 0.6931471805599453 - centered
-        if CAUSAL:
-            near -= past_slope * (p - ref).to(tl.float32)
         # Rounding, of the scores.
         near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * (longest + common)) + 0.002
         x = tl.where((x < 1e30) & (near > -1e30), x, float("inf"))
         first = first_needed(
-            x, near, some, ref, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own, past_slope,
-            budget, reach_unit, key_units, BM,
+            x, near, some, ref, after, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own,
+            past_slope, budget, reach_unit, key_units,
         )  # fmt: skip
         c0, u0 = tl.maximum(c0, first * UNIT), tl.maximum(u0, first * UNIT)
         if not CAUSAL:
-            last = last_needed(x, near, some, ref, X, norm_ahead, ahead, future_slope, offset, budget, nk, BM)
+            last = last_needed(x, near, some, ref, after, X, norm_ahead, ahead, future_slope, offset, budget, nk)
             c1, u1 = tl.minimum(c1, last * UNIT), tl.minimum(u1, last * UNIT)
     if TRACK:
         grow = 1.75 / (1.0 - tl.exp2(-mp * BN))
+    near_top, far_top = m, m
+    if CAUSAL and BIAS == LINEAR:  # from here on without the query's term of the bias
+        m += mp * after
+        far_top = m
     acc, l, m, rest, found = _visit(
         acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, near0, p, lo, hi,
         ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, PAST, True, TRACK, TMA, PRECISION,
@@ -222,6 +228,8 @@ def forward_kernel(
         ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, True, TRACK, TMA, PRECISION,
         1,
     )  # fmt: skip
+    if CAUSAL and BIAS == LINEAR:
+        m = tl.where(m == far_top, near_top, m - mp * after)
     if TRACK:
         G: tl.constexpr = BM if BM < UNIT else UNIT
         unit0 = (b * H + h) * units
@@ -255,8 +263,6 @@ def forward_kernel(
     out = tl.where(some[:, None], acc / l[:, None], 0.0)
     store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)
     lse = m + tl.log2(l)
-    if CAUSAL and BIAS == LINEAR:
-        lse -= mp * (p - ref).to(tl.float32)
     # A query that sees nothing: no weight on any key in the backward pass.
     lse = tl.where(some, lse, float("inf"))
     tl.store(LSE + (b * H + h).to(tl.int64) * Tq + q0 + r, lse, mask=r < nq)

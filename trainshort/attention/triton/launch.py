@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.bias import BucketBias, LinearBias, fold_gradient
-from trainshort.attention.problem import Problem, gradient_like
+from trainshort.attention.problem import Problem
 from trainshort.attention.triton import programs
 from trainshort.attention.triton.plan import Kind, Plan, kind_of, plan_for
-from trainshort.attention.triton.shapes import ROWS, UNIT, blocks_of, layout_of, rows_contiguous
+from trainshort.attention.triton.shapes import ROWS, UNIT, blocks_of, gradient_of, layout_of, rows_contiguous
 from trainshort.attention.windows import visible_blocks
 
 LOG2E = math.log2(math.e)
@@ -96,8 +96,7 @@ def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
 def _farthest(problem: Problem) -> tuple[int, int]:
     """Where query 0 may be, counted from key 0. Beyond, all keys are on one side of all queries, and whatever more
     their distances have in common changes no weight; so numbers stay small."""
-    reach = problem.bias.max_distance if isinstance(problem.bias, BucketBias) else 0
-    return -problem.q.shape[2] - reach, problem.k.shape[2] + reach
+    return -problem.q.shape[2] - problem.bias_reach, problem.k.shape[2] + problem.bias_reach
 
 
 def plain_slopes(slopes: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ def backward(
     lse, windows = _plain(saved.lse), _plain(saved.windows)
     if plan is None or plan.layout != layout_of(q, k, v):  # hooks may have stored tensors elsewhere
         plan = plan_for(call.kind, q, k, v)
-    dq, dk, dv = gradient_like(q), gradient_like(k), gradient_like(v)
+    dq, dk, dv = gradient_of(q), gradient_of(k), gradient_of(v)
     empty = q.numel() == 0 or plan.keys == 0
     if empty or plan.uneven or call.kind.tail:  # padding, what lies between documents, the end of a cache
         for gradient in (dq, dk, dv):

@@ -24,7 +24,7 @@ from trainshort.attention.op import (
 )
 from trainshort.attention.problem import Problem, check_values, require_positive
 from trainshort.attention.triton.known import Known, is_recording
-from trainshort.attention.triton.shapes import borders_of, can_skip, rows_contiguous, window_width
+from trainshort.attention.triton.shapes import borders_of, can_skip, gradient_of, rows_contiguous, window_room
 
 
 @torch.library.custom_op("trainshort::triton", mutates_args=())
@@ -48,7 +48,8 @@ def triton_op(
     max_distance: int,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log2-sum-exp [B, H, Tq], windows int32 [B, H, width] (width 0 where everything is visited)."""
+    """Output like q, log2-sum-exp [B, H, Tq], windows int32 [B, H, width]: of width 0 where no length skips keys, and
+    unwritten where this one does not."""
     from trainshort.attention.triton import launch
 
     problem = unpack(
@@ -57,14 +58,22 @@ def triton_op(
     )  # fmt: skip
     check_values(problem)
     with on_device(q):
-        return launch.forward(launch.prepare(problem), q, k, v)
+        out, lse, windows = launch.forward(launch.prepare(problem), q, k, v)
+    width = _width(q, k, slopes, cu_seqlens, causal, tolerance)
+    return out, lse, windows if windows.shape[2] == width else windows.new_empty((*q.shape[:2], width))
+
+
+def _width(
+    q: Tensor, k: Tensor, slopes: Tensor | None, cu_seqlens: Tensor | None, causal: bool, tolerance: float
+) -> int:
+    if slopes is None or not can_skip(tolerance):
+        return 0
+    return window_room(q.shape[2], k.shape[2], borders_of(cu_seqlens), causal)
 
 
 @triton_op.register_fake
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    slopes, cu_seqlens, causal, tolerance = rest[1], rest[5], rest[9], rest[11]
-    windows = slopes is not None and can_skip(tolerance)
-    width = window_width(q.shape[2], k.shape[2], windows, borders_of(cu_seqlens), causal)
+    width = _width(q, k, slopes=rest[1], cu_seqlens=rest[5], causal=rest[9], tolerance=rest[11])
     return (
         torch.empty_like(rows_contiguous(q)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
@@ -114,7 +123,7 @@ def triton_backward_op(
 
 @triton_backward_op.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(want_bias, *args[:6])
+    return fake_gradients(gradient_of, want_bias, *args[:6])
 
 
 def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:
@@ -195,6 +204,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
+            no_vmap(None, None)  # is_grads_batched=True: kernels would be handed tensors without memory
         wanted = ctx.needs_input_grad
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         gradients = compute(ctx.call, ctx.plan, any(wanted[6:]), grad, *ctx.saved_tensors)

@@ -47,6 +47,7 @@ class Kind(NamedTuple):
     ragged: bool  # padding, or a start for each row
     borders: int  # of packed documents
     tail: bool  # keys after the last query, at which nobody may look, not even to multiply them by zero
+    blind: bool  # queries that see no key, at which no key may look, as little as at a tail
     tf32: bool
 
 
@@ -70,9 +71,19 @@ def kind_of(problem: Problem) -> Kind:
         buckets=bucket.table.shape[0] if bucket else 1,
         ragged=problem.key_padding_mask is not None or isinstance(start, Tensor),
         borders=borders_of(problem.cu_seqlens),
+        blind=_may_be_blind(problem),
         tail=problem.causal and isinstance(start, int) and start + problem.q.shape[2] < problem.k.shape[2],
         tf32=problem.q.dtype == torch.float32 and allows_tf32(),
     )
+
+
+def _may_be_blind(problem: Problem) -> bool:
+    """Whether some query may see no key."""
+    start = problem.start
+    if problem.key_padding_mask is not None or isinstance(start, Tensor):
+        return True
+    sided = not problem.causal and set(problem.sights) != {"both"}
+    return (start < 0 and (problem.causal or sided)) or (sided and start + problem.q.shape[2] > problem.k.shape[2])
 
 
 class Plan:

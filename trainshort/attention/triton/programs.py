@@ -130,7 +130,7 @@ def backward(plan: Plan, grad: Tensor, out: Tensor, gradients: tuple[Tensor, Ten
          "lse", "delta", "dk", "dv", "slopes", "futures", "sees", "line", "first", "last", "until", "since",
          "sequences", "blocks", "order", "unit0", "start", "log2_scale", "scale",
          *reads, *grad.stride()[:3], *dk, *dv, plan.stride_slope, plan.width, *_sizes(plan)),
-        plan.attention_constants(keys, tma, ORDERED=plan.ordered and plan.group == 1),
+        plan.attention_constants(keys, tma, ORDERED=plan.ordered and plan.group == 1, BLIND=plan.kind.blind),
     )  # fmt: skip
     return Program(
         ("q", "k", "v", "grad", "out", "lse", "delta", "dq", "dk", "dv", "windows", "dpast", "dfuture", "dtable",

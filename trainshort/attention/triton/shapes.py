@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.bias import Bias, BucketBias, LinearBias
+from trainshort.attention.problem import gradient_like
 
 UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
@@ -31,6 +32,13 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Uninitialised, of the tensor's shape and laid out as it is: the heads of a token together where it has them so,
+    else one head after another. backward() would copy a gradient that is laid out otherwise than its leaf."""
+    heads_together = tensor.stride(3) == 1 and tensor.stride(1) < tensor.stride(2)
+    return gradient_like(tensor) if heads_together else tensor.new_empty(tensor.shape)
+
+
 def kind_of_bias(bias: Bias) -> int:
     return LINEAR if isinstance(bias, LinearBias) else BUCKET if isinstance(bias, BucketBias) else NONE
 
@@ -49,8 +57,11 @@ def blocks_of(length: int, borders: int) -> int:
 def window_width(queries: int, keys: int, windows: bool, borders: int, causal: bool) -> int:
     """Numbers that describe the windows of a head: FIRST of each query unit and UNTIL of each key unit, and unless
     causal LAST and SINCE. windows: whether a linear bias and a tolerance let keys be skipped."""
-    if not windows or keys < SHORTEST:
-        return 0
+    return window_room(queries, keys, borders, causal) if windows and keys >= SHORTEST else 0
+
+
+def window_room(queries: int, keys: int, borders: int, causal: bool) -> int:
+    """The same where keys are skipped at every length, for compilers that make one graph for all of them."""
     blocks = blocks_of(queries, borders) + blocks_of(keys, borders)
     return blocks * (ROWS // UNIT) * (1 if causal else 2)
 

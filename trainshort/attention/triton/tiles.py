@@ -4,7 +4,7 @@ Legend, for every kernel of this package:
 
     b h hk          row of the batch, query head, key head
     T n             lengths; BM rows of queries and BN rows of keys in a tile; D head dimension, BD its power of two
-    r p             index of a query, and its position among the keys (p = start + r)
+    r p             index of a query, and its position among the keys (start + r, but see `position`)
     j               position of a key
     lo hi           keys that a query sees: lo <= j < hi (padding, document, sight and certified window all together)
     mp mf           slopes of past and future, in units of log2: bias mp (j - p) for j <= p, else mf (p + offset - j)
@@ -24,7 +24,7 @@ from trainshort.attention.triton import shapes
 
 UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
 NONE, LINEAR, BUCKET = tl.constexpr(shapes.NONE), tl.constexpr(shapes.LINEAR), tl.constexpr(shapes.BUCKET)
-MASKED, PAST, FUTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FAR = tl.constexpr(1 << 30)
 
 
@@ -89,6 +89,16 @@ def sees_of(SEES, h, CAUSAL: tl.constexpr, SIDED: tl.constexpr):
     else:
         sees = 3
     return sees
+
+
+@triton.jit
+def position(start, r, nk, reach, CAUSAL: tl.constexpr):
+    """Where queries r stand among nk keys. One beyond all of them is put next to the nearest (beyond the reach of the
+    bias), where it weighs them alike: so distances stay as small as float32 needs them."""
+    p = tl.minimum(start + r, nk + reach)
+    if not CAUSAL:
+        p = tl.maximum(p, -1 - reach)
+    return p
 
 
 @triton.jit

@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
 
 
 HOPPER: dict[tuple[str, int, int], Tiles] = {
-    ("forward", 2, 64): Tiles(64, 64, 4, 2),
+    ("forward", 2, 64): Tiles(64, 64, 4, 2, registers=128),  # a few more, and a fourth program does not fit
     ("forward", 2, 128): Tiles(64, 64, 4, 3),
     ("forward", 2, 256): Tiles(64, 64, 4, 2),
     ("queries", 2, 64): Tiles(64, 32, 4, 3),

@@ -30,12 +30,13 @@ from trainshort.attention.triton.tiles import FAR, ROWS, UNIT, extent, load_rows
 
 SAMPLE = tl.constexpr(32)  # rows
 CHUNK = tl.constexpr(128)  # units that are looked at together
+UNDERFLOW = tl.constexpr(2.0**-63)  # the square of a smaller number is lost in float32
 
 
 @triton.jit
 def lengths(rows, D: tl.constexpr):
     """Lengths of rows, never less than they are: slack for the rounding of the sum, and for what underflows."""
-    return tl.sqrt(tl.sum(rows * rows, 1)) * (1.0 + (D + 8) * 1.1920929e-7) + D * 1.0842022e-19
+    return tl.sqrt(tl.sum(rows * rows, 1)) * (1.0 + (D + 8) * 1.1920929e-7) + D * UNDERFLOW
 
 
 @triton.jit
@@ -80,7 +81,8 @@ def sample_kernel(
     length = tl.sum(center * center, 0)
     alike = length > 0.1 * tl.sum(tl.sum(sample * sample, 1), 0) / SAMPLE
     tl.store(CENTER + (sequence * Hk + hk) * D + d, tl.where(alike, center, 0.0), mask=d < D)
-    tl.store(COMMON + sequence * Hk + hk, tl.where(alike, tl.sqrt(length), 0.0))
+    common = tl.sqrt(length) * (1.0 + (D + 8) * 1.1920929e-7) + D * UNDERFLOW
+    tl.store(COMMON + sequence * Hk + hk, tl.where(alike, common, 0.0))
     for member in range(group):
         h = hk * group + member
         sample = _sample(Q, b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, q0, nq, stride_qt, D, BD)
@@ -186,22 +188,22 @@ def _stretch(x, X, K, norm):
 
 
 @triton.jit
-def first_needed(x, near, some, origin, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units,
-                 BM: tl.constexpr):  # fmt: skip
+def first_needed(
+    x, near, some, origin, after, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units
+):
     """The first key unit that these queries need. near: a lower bound of each one's log-sum-exp.
 
-    origin: the position of the first, from which positions are counted, so that float32 holds them exactly. outlier:
-    whether some unit's K stands out.
+    origin: the position of the first, and after: how far the others stand behind it, so that float32 holds distances
+    exactly. outlier: whether some unit's K stands out.
     """
-    i = tl.arange(0, BM)
     # Keys before `first` hold too little: by query with one K for all units,
-    first = i.to(tl.float32) - (_stretch(x, X, past, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m
+    first = after - (_stretch(x, X, past, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m
     first = tl.where((first > -16777216.0) & (first < 16777216.0), tl.floor(first).to(tl.int32), -FAR)
     best = tl.min(tl.where(some, tl.maximum(origin + first, 0), FAR), 0) // UNIT
     # and, where there is an outlier, with each unit's own: it counts where it is.
     if outlier:
         most = tl.max(tl.where(some, x, 0.0), 0)
-        least = tl.min(tl.where(some, near + m * i.to(tl.float32), float("inf")), 0)
+        least = tl.min(tl.where(some, near + m * after, float("inf")), 0)
         step = m * UNIT * 0.5  # of the decay from unit to unit, half is for the sum over units
         within = tl.log(1.0 - tl.exp(-m * UNIT)) + _tail(m)
         within = tl.where(m * UNIT < 1e-3, tl.log(UNIT * 1.0) + 0.001, within)
@@ -222,10 +224,9 @@ def first_needed(x, near, some, origin, norms, pasts, X, norm, past, outlier, m,
 
 
 @triton.jit
-def last_needed(x, near, some, origin, X, norm, ahead, m, offset, budget, nk, BM: tl.constexpr):
+def last_needed(x, near, some, origin, after, X, norm, ahead, m, offset, budget, nk):
     """One past the last key unit that these queries need."""
-    i = tl.arange(0, BM).to(tl.float32)
-    last = i + (_stretch(x, X, ahead, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m + offset
+    last = after + (_stretch(x, X, ahead, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m + offset
     last = tl.where((last > -16777216.0) & (last < 16777216.0), tl.ceil(last).to(tl.int32) + 1, FAR)
     most = tl.max(tl.where(some, tl.minimum(origin + last, FAR), 0), 0)
     return (tl.maximum(tl.minimum(most, nk), 0) + UNIT - 1) // UNIT

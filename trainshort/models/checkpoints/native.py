@@ -26,6 +26,8 @@ from trainshort.positions.imported import how_to_import, origin_of
 
 FORMAT = "trainshort"
 VERSION = 1
+# As safetensors names them.
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 KINDS: dict[str, Callable[[ModelConfig], nn.Module]] = {"LanguageModel": LanguageModel, "Encoder": Encoder}
 
 
@@ -105,8 +107,7 @@ def load(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     weights = folder / "model.safetensors"
-    if (stored := _dtype(weights)) is not None:
-        model = model.to(stored)
+    _take_dtypes(model, weights)
     fill(model, weights)
     return model.to(dtype=dtype, device=device)
 
@@ -144,14 +145,16 @@ def fill(model: nn.Module, path: Path) -> None:
         raise ValueError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from error
 
 
-def _dtype(path: Path) -> torch.dtype | None:
-    """The dtype of the weights in a file, if it can be told: that of its first tensor."""
+def _take_dtypes(model: nn.Module, path: Path) -> None:
+    """Give each tensor of the model the dtype that it has in a file, so that nothing is rounded on the way."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            return file.get_tensor(names[0]).dtype if names else None
+            names = set(file.keys())
+            for name, tensor in _stored(model).items():
+                if name in names and (dtype := DTYPES.get(file.get_slice(name).get_dtype())) is not None:
+                    tensor.data = tensor.data.to(dtype)
     except (OSError, SafetensorError):
-        return None  # `fill` says what is wrong
+        return  # `fill` says what is wrong
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
