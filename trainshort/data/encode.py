@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainshort.data.counts import SPACE
+from trainshort.data.meta import DTYPES, dtype_name
 from trainshort.data.text import Part, small_pieces
 from trainshort.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -26,7 +27,7 @@ class Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+    return np.dtype(DTYPES[dtype_name(vocab_size)])
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) -> Encoded:

@@ -20,6 +20,7 @@ from trainshort.data.config import PrepareConfig
 from trainshort.data.counts import AT_ONCE, Counts, tail
 from trainshort.data.encode import token_dtype
 from trainshort.data.files import free_space, is_full, push_to_disk, remove_partials, write_json
+from trainshort.data.meta import FORMAT, VERSION
 from trainshort.data.progress import byte_bar
 from trainshort.data.sources import HF, Sources, hub_name, load_hub
 from trainshort.data.text import Part
@@ -27,8 +28,6 @@ from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, 
 from trainshort.data.workers import encode_all
 from trainshort.data.writer import FileSlices, SplitWriter
 
-FORMAT = "trainshort-data"
-VERSION = 1
 BATCH_TEXT = 2**20  # characters
 BATCH_PARTS = 4096
 SPLITS = ("train", "validation")
