@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.test_prepare import prepared
 from tests.data.test_sources import write_rows
-from tests.hostile_json import survives
+from tests.hostile_json import EVERY, survives
 from trainshort.data.dataset import TokenData
 
 
@@ -69,8 +69,9 @@ def test_splits_out_of_range(folder: Path, train: tuple[int, int], validation: t
         TokenData(folder)
 
 
-def test_meta_json(folder: Path) -> None:
-    assert survives(folder / "meta.json", lambda: use_all(folder), home=folder) > 500
+@pytest.mark.parametrize("every", EVERY)
+def test_meta_json(folder: Path, every: int) -> None:
+    survives(folder / "meta.json", lambda: use_all(folder), home=folder, every=every)
 
 
 def test_a_meta_json_that_is_larger_than_any_we_write(folder: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from trainshort.data.files import write_text
 from trainshort.data.settings import did_you_mean
+from trainshort.reading import parse_json
+from trainshort.tokenizer_json import package_errors, parse_tokenizer, read_tokenizer_text
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")
@@ -96,15 +98,8 @@ class FileTokenizer:
     """A tokenizer of the package tokenizers. Text that looks like a special token is text all the same."""
 
     def __init__(self, text: str, *, where: str = "tokenizer.json", end_token: str | None = None) -> None:
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError as error:
-            raise RuntimeError(f"{where} needs the package tokenizers: pip install tokenizers") from error
-        try:
-            self.backend = Backend.from_str(text)
-        except Exception as error:  # the package raises bare Exceptions
-            raise ValueError(f"{where}: not a tokenizer of the package tokenizers ({error})") from error
-        self._text = text
+        self.backend = parse_tokenizer(text, where)
+        self._text, self._where = text, where
         self.backend.encode_special_tokens = True
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -118,11 +113,13 @@ class FileTokenizer:
         self.end_id: int | None = next((self._ids[name] for name in names if name in self._ids), None)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        with package_errors(self._where, "this tokenizer fails on a text"):
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [each for each in map(int, ids) if each != self.end_id]
-        return str(self.backend.decode(kept, skip_special_tokens=False))
+        with package_errors(self._where, "this tokenizer fails on tokens"):
+            return str(self.backend.decode(kept, skip_special_tokens=False))
 
     def token_bytes(self) -> list[bytes] | None:
         place = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -149,22 +146,17 @@ def load_tokenizer(path: str | Path, *, end_token: str | None = None) -> Tokeniz
     """The tokenizer in a tokenizer.json, or in the folder that holds one."""
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path}: no such file; a tokenizer is a tokenizer.json or a folder with one"
-        ) from None
-    return tokenizer_from_text(text, where=str(path), end_token=end_token)
+    return tokenizer_from_text(read_tokenizer_text(path), where=str(path), end_token=end_token)
 
 
 def tokenizer_from_text(text: str, *, where: str = "tokenizer.json", end_token: str | None = None) -> Tokenizer:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); a tokenizer is a tokenizer.json") from error
-    if values == ByteTokenizer().to_dict() and end_token in (None, END):
-        return ByteTokenizer()
+    if len(text) < 2**16 and end_token in (None, END):  # larger ones are never that of bytes
+        try:
+            values = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: not valid JSON ({error}); a tokenizer is a tokenizer.json") from None
+        if values == ByteTokenizer().to_dict():
+            return ByteTokenizer()
     return FileTokenizer(text, where=where, end_token=end_token)
 
 

@@ -123,7 +123,7 @@ class RunFolder:
 
     def save(self, state: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Make this the checkpoint: all of it, or none of it and the one before stays."""
-        from safetensors.torch import save_file
+        from trainshort.models.checkpoints.weights import save_weights
 
         step = int(state["step"])
         names = {kind: f"{kind}-{step:08}.safetensors" for kind in (MODEL, OPTIMIZER)}
@@ -132,7 +132,7 @@ class RunFolder:
             for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
                 path = self.state_folder / names[kind]
                 with replacing(path) as partial:
-                    save_file(tensors, partial, metadata={"format": "pt"})
+                    save_weights(tensors, partial)
                     partial.chmod(0o644)  # safetensors makes files that only their owner can read
                     files[kind] = {"name": path.name, "size": partial.stat().st_size, "sha256": sha256(partial)}
             write_json(self.state_file, {"format": FORMAT, "version": VERSION, **state, "files": files})

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainshort.data.dataset import TokenData
 from trainshort.data.files import is_full
 from trainshort.models import LanguageModel, ModelConfig, save
-from trainshort.models.checkpoints.native import fill
+from trainshort.models.checkpoints.weights import check_fits, fill, stored_tensors
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
@@ -76,7 +76,10 @@ class _Trainer:
             end_id=self.data.end_id if apart else None,
         )
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(ModelConfig.from_dict(config.model_fields(self.data.vocab_size)))
+        shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
+        if saved is not None:
+            check_fits(LanguageModel, shape, saved.model, str(run.state_file))
+        self.model = LanguageModel(shape)
         self.model.tokenizer = self.data.tokenizer
         self.model.to(device)
         self.optimizer = Optimizer(self.model, config)
@@ -266,7 +269,4 @@ def _device(name: str) -> torch.device:
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by name on the CPU, each tensor once, however often it is used."""
-    stored: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        stored.setdefault(id(tensor), (name, tensor))
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored.values()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}
