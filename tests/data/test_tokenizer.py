@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,22 @@ def test_tokenizer_json(tmp_path: Path, every: int) -> None:
         tokenizer.token_bytes()
 
     survives(path, use, home=tmp_path, every=every)
+
+
+@pytest.mark.parametrize("character", ["a", "=", " ", "\n", "7", "é"])
+def test_a_long_run_of_one_character_takes_no_longer_than_other_text(character: str) -> None:
+    """A word of a megabyte took minutes: time grew with its square."""
+    started = time.perf_counter()
+    tokenizer = train_bpe(iter([character * 500_000, TEXT]), 300)
+    assert time.perf_counter() - started < 10
+    text = "the dog" + character * 3000 + "the dog"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    again = tokenizer_from_text(tokenizer.to_str())  # the limit is in the file: everyone gets the same tokens
+    assert again.encode(text) == tokenizer.encode(text) == Backend.from_str(tokenizer.to_str()).encode(text).ids
+
+
+def test_ordinary_text_is_cut_into_words_as_before() -> None:
+    text = "It's 2024: we'll   see\n\n\tthe  dog's naïve x_1 == y; 中文 \u00a0ok  \n"
+    plain = Backend.from_str(BPE.to_str())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert plain.encode(text).ids == BPE.encode(text)

@@ -17,6 +17,13 @@ from trainshort.tokenizer_json import package_errors, parse_tokenizer, read_toke
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")
+LONGEST_WORD = 256  # characters, of a BPE that is trained here
+_SOME = f"{{1,{LONGEST_WORD}}}"
+# As GPT-2 has it: letters, digits or other signs with at most one space before them, or white space; but never long.
+WORDS = (
+    rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}{_SOME}| ?\p{{N}}{_SOME}| ?[^\s\p{{L}}\p{{N}}]{_SOME}"
+    rf"|\s{_SOME}(?!\S)|\s{_SOME}"
+)
 PROBES = ("Hello  world,\n\n\tit's 2024 \u00e9\u4e2d\U0001f642 x", "  a\r\n\x00\x1f\u00a0\u2028b ", "= 0.1 = \n")
 
 
@@ -161,14 +168,20 @@ def tokenizer_from_text(text: str, *, where: str = "tokenizer.json", end_token: 
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: every text round-trips. Uses all cores."""
+    """A byte-level BPE: every text round-trips. Uses all cores.
+
+    Words of more than LONGEST_WORD characters are cut, here and, since its file says so, wherever the tokenizer is
+    used: the time of training grows with the square of the longest word.
+    """
     try:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise RuntimeError("a BPE is trained by the package tokenizers: pip install tokenizers") from error
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, level])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

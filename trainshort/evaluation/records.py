@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.data.files import read_json, sha256, write_json
+from trainshort.reading import Fields
 
 FORMAT, VERSION = "trainshort evaluation", 1
 NAME = "evaluation.json"
@@ -41,8 +42,21 @@ def read_records(folder: Path, model: str | None = None) -> list[Record]:
         raise ValueError(f"{path}: not an evaluation this trainshort reads; remove it and evaluate again")
     if model is not None and content.get("model") != model:
         return []
-    records: list[Record] = content["records"]
+    records: list[Record] = Fields(content, str(path), "remove it and evaluate again").list("records")
+    for number, record in enumerate(records, 1):
+        _check_record(record, f"{path}: record {number}")
     return records
+
+
+def _check_record(record: object, where: str) -> None:
+    """That it says what it is of."""
+    fields = Fields(record if isinstance(record, dict) else {}, where, "remove the file and evaluate again")
+    fields.whole("length", 1)
+    fields.one_of("mode", ("nonoverlapping", "sliding"))
+    fields.whole("stride", 1)
+    for name in ("first_token", "end_token"):
+        if name in fields.values:
+            fields.whole(name)
 
 
 def fingerprint(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainshort.data import TokenData
 from trainshort.data.files import read_json
+from trainshort.reading import Fields, file_size
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 
@@ -23,7 +24,9 @@ class OpenedRun:
         """1 to 16 times the length it was trained at, as far as the data go."""
         if "length" not in self.training:
             raise ValueError(f"{self.folder} does not say at which length it was trained: name some with --lengths")
-        trained = int(self.training["length"])
+        trained = Fields(self.training, str(self.folder / "train.json"), "name some with --lengths").whole(
+            "length", 1
+        )
         there = len(self.data.validation) - 1
         if there < trained:
             raise ValueError(
@@ -45,7 +48,7 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
     if data is None:
         if "data" not in training:
             raise ValueError(f"{folder} does not say on which data it was trained: name some with --data")
-        data = training["data"]
+        data = Fields(training, str(path), "name the data with --data").text("data")
         if not Path(data).is_dir():
             raise FileNotFoundError(
                 f"{folder} was trained on {data}, which is not there from here: name it with --data"
@@ -58,8 +61,13 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
 def check_tokenizers(run: Path, data: Path) -> None:
     """Refuse data whose tokens mean something else than the model's."""
     ours, theirs = run / "tokenizer.json", data / "tokenizer.json"
-    if ours.exists() and theirs.exists() and ours.read_bytes() != theirs.read_bytes():
+    both = ours.exists() and theirs.exists()
+    if both and (_size(ours) != _size(theirs) or ours.read_bytes() != theirs.read_bytes()):
         raise ValueError(
             f"{data} was prepared with another tokenizer than {run} was trained with: "
             f"prepare it again with --tokenizer {ours}"
         )
+
+
+def _size(path: Path) -> int:
+    return file_size(path, "a tokenizer is a tokenizer.json")

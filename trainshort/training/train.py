@@ -74,6 +74,7 @@ class _Trainer:
             seed=config.seed,
             borders=self.data.borders_of("train") if apart else None,
             end_id=self.data.end_id if apart else None,
+            vocab_size=self.data.vocab_size,
         )
         torch.manual_seed(config.seed)
         shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
@@ -206,11 +207,20 @@ class _Trainer:
         random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
         state = {name: value for name, value in saved.optimizer.items() if name not in random}
         self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
-        torch.set_rng_state(random[f"{RANDOM}cpu"])
-        if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
-            torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        self._restore_random_numbers(random)
         self.run.write_config(self.config)  # paths and cadences may have changed
         self.run.publish()
+
+    def _restore_random_numbers(self, random: dict[str, Tensor]) -> None:
+        try:
+            torch.set_rng_state(random[f"{RANDOM}cpu"])
+            if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
+                torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{self.run}: the checkpoint holds no state of random numbers that torch reads ({error}): restore it "
+                "from a copy"
+            ) from error
 
     def _save(self) -> None:
         if self.run.has_checkpoint and self.run.step == self.step:
