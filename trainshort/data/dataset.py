@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from trainshort.data.counts import Counts
 from trainshort.data.files import sha256
 from trainshort.data.meta import DTYPES, read_meta
+from trainshort.data.split import DOCUMENTS, NAMED, PASSAGES
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
 from trainshort.reading import file_size
 
@@ -134,7 +135,20 @@ class TokenData:
                 f"  {name:<10} {split['tokens']:>14,} tokens  {split['bytes']:>14,} bytes  "
                 f"{split['words']:>12,} words  {split['documents']:>9,} documents"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._about_validation()])
+
+    def _about_validation(self) -> list[str]:
+        """How the validation text was chosen, and what was left out of the input."""
+        about, lines = self.meta.get("validation", {}), []
+        if about.get("how") in (DOCUMENTS, PASSAGES):
+            what = "whole documents" if about["how"] == DOCUMENTS else "passages of documents too long to take whole"
+            share = f"{about.get('share')!s:.6} of the text ({about.get('asked')!s:.6} asked)"
+            lines.append(f"  validation: {what}, drawn from all of the input with seed {about.get('seed')}, {share}")
+        elif about.get("how") == NAMED:
+            lines.append("  validation: the sources that were named for it")
+        if self.meta.get("links_left_out"):
+            lines.append(f"  left out: {self.meta['links_left_out']} links that lead out of their folder")
+        return lines
 
     @cached_property
     def _counts(self) -> Counts:

@@ -67,9 +67,26 @@ class Sources:
         self.start = _pattern(self.document_start)
         self.links_left_out = 0  # that lead out of the folder they are in
         self.items = [item for name in self.names for item in self._find(name)]
-        self.sizes = [item.path.stat().st_size if item.path else 0 for item in self.items]
-        self.total = sum(self.sizes)  # bytes on the disk
-        self.done = 0  # of these, for the progress bar
+        self.done = 0  # bytes on the disk, for the progress bar
+        self.reading = ""  # the name of the item that the last part is from
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes on the disk by item."""
+        return [item.path.stat().st_size if item.path else 0 for item in self.items]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def leave_out(self, others: Sources) -> None:
+        """Drop the files that are also among the others, under whatever name."""
+        theirs = {item.path.resolve() for item in others.items if item.path}
+        self.items = [item for item in self.items if item.path is None or item.path.resolve() not in theirs]
+        if not self.items:
+            raise ValueError(
+                f"{' '.join(self.names)}: nothing is left to train on, since all of it is named for validation"
+            )
 
     @property
     def text_size(self) -> int:
@@ -82,7 +99,7 @@ class Sources:
     def parts(self) -> Iterator[Part]:
         self.done = 0
         for item, size in zip(self.items, self.sizes, strict=True):
-            before = self.done
+            before, self.reading = self.done, item.name
             yield from self._rows_of_hub(item.name) if item.path is None else self._read(item, before, size)
             self.done = before + size
 
