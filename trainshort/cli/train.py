@@ -60,7 +60,7 @@ class Flags(TrainConfig):
 
             run = RunFolder(self.out)
             if run.has_config or not self.data:
-                return replace(run.config(), **{**chosen, "out": self.out})  # whatever its file says of that
+                return replace(run.config(), **chosen)
         if not self.data:
             raise ValueError(
                 "train needs --data, the folder that prepare wrote: trainshort prepare book.txt --out data"

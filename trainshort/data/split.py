@@ -75,7 +75,8 @@ def choose_by_size(
 ) -> tuple[frozenset[int], dict[int, tuple[int, int]]]:
     """Numbers of whole documents and, where they are less than half of what is wanted, passages of the others."""
     random = np.random.Generator(np.random.PCG64([seed, len(sizes)]))
-    wanted = fraction * int(sizes.sum())
+    total = int(sizes.sum())
+    wanted = fraction * total
     order = random.permutation(len(sizes))
     taken: set[int] = set()
     kept = 0
@@ -86,9 +87,10 @@ def choose_by_size(
         if kept > 0.99 * wanted:
             break
     if kept < wanted / 2:  # one document that is too long, if it is not much too long
-        for number in order[kept + sizes[order] <= 2 * wanted][:1]:
-            taken.add(int(number))
-            kept = int(sizes[list(taken)].sum())
+        fitting = order[kept + sizes[order] <= min(2 * wanted, total - wanted)]
+        if another := [int(number) for number in fitting if int(number) not in taken][:1]:
+            taken.update(another)
+            kept += int(sizes[another[0]])
     if kept >= wanted / 2:
         return frozenset(taken), {}
     rest = [number for number in range(len(sizes)) if number not in taken]
