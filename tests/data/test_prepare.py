@@ -264,6 +264,17 @@ def test_nothing_to_prepare(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tokenizer_that_fails_on_a_text(rows: Path, tmp_path: Path, workers: int) -> None:
+    """In this process or in another one: the same sentence, and nothing is left."""
+    values = json.loads(LOWERCASE.to_str())
+    values["model"]["unk_token"] = "missing"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: this tokenizer fails on a text \("):
+        prepared(rows, tmp_path / "data", tokenizer=str(tmp_path / "tokenizer.json"), workers=workers)
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.parametrize("failing", ["tokens.bin", "documents.bin", "tokenizer.json", "meta.json"])
 def test_a_prepare_that_fails_leaves_no_folder(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -317,8 +328,8 @@ def test_the_command(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(PrepareConfig(sources=(str(rows),), out=str(tmp_path / "data"))) == 0
     shown = capsys.readouterr().out
     assert "vocabulary of 257 (bytes), uint16" in shown
-    assert "validation: whole documents, drawn from all of the input with seed 0, 0.04" in shown
-    assert "(0.05 asked)" in shown
+    assert "validation: whole documents, drawn from all of the input with seed 0: 4." in shown
+    assert "% of the text (5.0% asked)" in shown
 
 
 def test_the_bar(
@@ -358,3 +369,13 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: str) -> N
         peaks.append(int(subprocess.run(words, capture_output=True, text=True, check=True).stdout))
     assert peaks[1] < peaks[0] + 50
     assert peaks[1] < 150
+
+
+def test_links_that_were_left_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("mine " * 100)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "secret.txt")
+    run(PrepareConfig(sources=(str(tmp_path / "texts"),), out=str(tmp_path / "data")))
+    assert "left out: links that lead out of their folder: 1" in capsys.readouterr().out
+    assert b"secret" not in bytes(TokenData(tmp_path / "data").tokens.astype("u1"))

@@ -142,12 +142,12 @@ class TokenData:
         about, lines = self.meta.get("validation", {}), []
         if about.get("how") in (DOCUMENTS, PASSAGES):
             what = "whole documents" if about["how"] == DOCUMENTS else "passages of documents too long to take whole"
-            share = f"{about.get('share')!s:.6} of the text ({about.get('asked')!s:.6} asked)"
-            lines.append(f"  validation: {what}, drawn from all of the input with seed {about.get('seed')}, {share}")
+            share = f"{about['share']:.1%} of the text ({about.get('asked') or 0:.1%} asked)"
+            lines.append(f"  validation: {what}, drawn from all of the input with seed {about.get('seed')}: {share}")
         elif about.get("how") == NAMED:
             lines.append("  validation: the sources that were named for it")
         if self.meta.get("links_left_out"):
-            lines.append(f"  left out: {self.meta['links_left_out']} links that lead out of their folder")
+            lines.append(f"  left out: links that lead out of their folder: {self.meta['links_left_out']:,}")
         return lines
 
     @cached_property

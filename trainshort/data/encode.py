@@ -12,6 +12,7 @@ from trainshort.data.counts import SPACE
 from trainshort.data.meta import DTYPES, dtype_name
 from trainshort.data.text import Part, small_pieces
 from trainshort.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from trainshort.tokenizer_json import package_errors
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,17 @@ def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) 
     pieces: list[NDArray[np.unsignedinteger]] = []
     tables, ends, place = [], [], 0
     for part in parts:
-        if spans:
-            encoding = tokenizer.backend.encode(part.text, add_special_tokens=False)
-            pieces.append(np.array(encoding.ids, dtype=dtype))
-            tables.append(_spans(part, encoding.offsets))
-            place += len(pieces[-1])
-        else:
-            for text in small_pieces(part.text):  # an encoding takes a hundred times the memory of its text
-                (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+        with package_errors(tokenizer.where, "this tokenizer fails on a text"):
+            if spans:
+                encoding = tokenizer.backend.encode(part.text, add_special_tokens=False)
                 pieces.append(np.array(encoding.ids, dtype=dtype))
+                tables.append(_spans(part, encoding.offsets))
                 place += len(pieces[-1])
+            else:
+                for text in small_pieces(part.text):  # an encoding takes a hundred times the memory of its text
+                    (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+                    pieces.append(np.array(encoding.ids, dtype=dtype))
+                    place += len(pieces[-1])
         if part.last:
             pieces.append(np.array([tokenizer.end_id], dtype=dtype))
             place += 1

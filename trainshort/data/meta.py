@@ -38,7 +38,9 @@ def read_meta(path: Path, what: str) -> dict[str, Any]:
     _check_hashes(meta.object("hashes"), with_spans=meta.flag("spans"))
     _check_config(meta.object("config"))
     if "validation" in values:  # older folders do not say how it was chosen
-        meta.object("validation").text("how")
+        _check_validation(meta.object("validation"))
+    if "links_left_out" in values:
+        meta.whole("links_left_out")
     return values
 
 
@@ -70,6 +72,14 @@ def _check_hashes(hashes: Fields, *, with_spans: bool) -> None:
         raise hashes.refuse(f"must be those of {', '.join(sorted(wanted))}")
     for name in wanted:
         hashes.digest(name)
+
+
+def _check_validation(validation: Fields) -> None:
+    validation.text("how")
+    validation.number("share")
+    for name in ("seed", "asked"):  # none where nothing was drawn
+        if validation.values.get(name) is not None:
+            validation.number(name)
 
 
 def _check_config(config: Fields) -> None:

@@ -106,7 +106,7 @@ class FileTokenizer:
 
     def __init__(self, text: str, *, where: str = "tokenizer.json", end_token: str | None = None) -> None:
         self.backend = parse_tokenizer(text, where)
-        self._text, self._where = text, where
+        self._text, self.where = text, where
         self.backend.encode_special_tokens = True
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -120,12 +120,12 @@ class FileTokenizer:
         self.end_id: int | None = next((self._ids[name] for name in names if name in self._ids), None)
 
     def encode(self, text: str) -> list[int]:
-        with package_errors(self._where, "this tokenizer fails on a text"):
+        with package_errors(self.where, "this tokenizer fails on a text"):
             return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [each for each in map(int, ids) if each != self.end_id]
-        with package_errors(self._where, "this tokenizer fails on tokens"):
+        with package_errors(self.where, "this tokenizer fails on tokens"):
             return str(self.backend.decode(kept, skip_special_tokens=False))
 
     def token_bytes(self) -> list[bytes] | None:
