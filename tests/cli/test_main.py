@@ -141,7 +141,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     ("error", "message"),
     [
         (ValueError("lengths\n  must be   long"), "trainshort bench: --lengths must be long"),
-        (KeyError("weights"), "trainshort bench: weights"),
+        (KeyError("weights"), "trainshort bench: there is no 'weights' where it was looked for"),
         (FileNotFoundError(2, "No such file or directory", "book.txt"), "book.txt: no such file or directory"),
         (PermissionError(13, "Permission denied", "runs"), "runs: permission denied: choose another place"),
         (OSError(28, "No space left on device", "runs"), "no space left on the disk"),

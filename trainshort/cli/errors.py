@@ -51,6 +51,8 @@ def sentence(error: BaseException) -> str:
         return _of_the_system(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = " ".join(text.split())
+    if isinstance(error, KeyError) and " " not in text:  # a name alone says nothing
+        return f"there is no {text!r} where it was looked for: a file may be damaged (--debug shows where)"
     if isinstance(error, PLAIN) and type(error).__module__ == "builtins" and text:
         return text
     name = type(error).__name__

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.data.files import read_json, sha256, write_json
+from trainshort.reading import Fields
 
 FORMAT, VERSION = "trainshort evaluation", 2
 NAME = "evaluation.json"
@@ -42,7 +43,9 @@ def read_records(folder: Path, model: str | None = None) -> list[Record]:
     content = read_json(path, "remove it and evaluate again")
     if content.get("format") != FORMAT or content.get("version") not in (1, VERSION):
         raise ValueError(f"{path}: not an evaluation this trainshort reads; remove it and evaluate again")
-    records: list[Record] = content["records"]
+    records: list[Record] = Fields(content, str(path), "remove it and evaluate again").list("records")
+    for number, record in enumerate(records, 1):
+        _check_record(record, f"{path}: record {number}")
     if content["version"] == 1:
         records = from_version_1(content.get("model"), records)
     return [each for each in records if model is None or each.get("model") == model]
@@ -50,9 +53,20 @@ def read_records(folder: Path, model: str | None = None) -> list[Record]:
 
 def from_version_1(model: Any, records: list[Record]) -> list[Record]:
     """Files of version 1 named the weights once, and no dtype where a length was skipped: that of the others is."""
-    dtypes = {each["dtype"] for each in records if "dtype" in each}
+    dtypes = {str(each["dtype"]) for each in records if "dtype" in each}
     known = {"dtype": next(iter(dtypes))} if len(dtypes) == 1 else {}
     return [{"model": model} | known | each for each in records]
+
+
+def _check_record(record: object, where: str) -> None:
+    """That it says what it is of."""
+    fields = Fields(record if isinstance(record, dict) else {}, where, "remove the file and evaluate again")
+    fields.whole("length", 1)
+    fields.one_of("mode", ("nonoverlapping", "sliding"))
+    fields.whole("stride", 1)
+    for name in ("first_token", "end_token"):
+        if name in fields.values:
+            fields.whole(name)
 
 
 def fingerprint(path: Path) -> str:

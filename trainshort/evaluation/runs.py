@@ -8,6 +8,7 @@ from typing import Any
 
 from trainshort.data import TokenData
 from trainshort.data.files import read_json
+from trainshort.reading import Fields, file_size
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 
@@ -25,7 +26,8 @@ class OpenedRun:
             raise ValueError(
                 f"{self.folder} does not say at which length it was trained: name some with lengths (--lengths)"
             )
-        trained = int(self.training["length"])
+        advice = "name some with lengths (--lengths)"
+        trained = Fields(self.training, str(self.folder / "train.json"), advice).whole("length", 1)
         there = len(self.data.validation) - 1
         if there < trained:
             raise ValueError(
@@ -47,7 +49,7 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
     if data is None:
         if "data" not in training:
             raise ValueError(f"{folder} does not say on which data it was trained: name some with data (--data)")
-        data = training["data"]
+        data = Fields(training, str(path), "name the data with data (--data)").text("data")
         if not Path(data).is_dir():
             raise FileNotFoundError(
                 f"{folder} was trained on {data}, which is not there from here: name it with data (--data)"
@@ -60,8 +62,13 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
 def check_tokenizers(run: Path, data: Path) -> None:
     """Refuse data whose tokens mean something else than the model's."""
     ours, theirs = run / "tokenizer.json", data / "tokenizer.json"
-    if ours.exists() and theirs.exists() and ours.read_bytes() != theirs.read_bytes():
+    both = ours.exists() and theirs.exists()
+    if both and (_size(ours) != _size(theirs) or ours.read_bytes() != theirs.read_bytes()):
         raise ValueError(
             f"{data} was prepared with another tokenizer than {run} was trained with: "
             f"prepare it again with tokenizer (--tokenizer) {ours}"
         )
+
+
+def _size(path: Path) -> int:
+    return file_size(path, "a tokenizer is a tokenizer.json")

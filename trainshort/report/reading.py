@@ -6,13 +6,13 @@ stand in for folders that are not there any more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainshort.data.files import sha256
+from trainshort.reading import is_plain_name, parse_json, read_text
 from trainshort.report.records import Values, cells, is_identified, mapping, whole, with_weights
 from trainshort.report.text import clean
 
@@ -186,19 +186,17 @@ def _entries(content: Values) -> list[Values]:
     runs = content.get("runs")
     if not isinstance(runs, list):
         return []
-    return [each for each in runs if isinstance(each, dict) and isinstance(each.get("folder"), str)]
+    return [each for each in runs if isinstance(each, dict) and is_plain_name(each.get("folder"))]
 
 
 def _text(path: Path, found: Found, without: str) -> str | None:
     try:
-        if path.stat().st_size > LARGEST:
-            found.problem(path, f"larger than {LARGEST:,} bytes, so not read: {without}")
-            return None
-        return path.read_text(encoding="utf-8")
+        return read_text(path, without, largest=LARGEST)
     except FileNotFoundError:
         found.problem(path, f"missing: {without}")
-    except UnicodeDecodeError:
-        found.problem(path, f"damaged (not UTF-8): {without}")
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path}: ").removesuffix(f"; {without}")
+        found.problem(path, f"damaged ({reason[:200]}): {without}")
     except OSError as error:
         found.problem(path, f"cannot be read ({error.strerror}): {without}")
     return None
@@ -209,8 +207,8 @@ def _json(path: Path, found: Found, without: str) -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         found.problem(path, f"damaged (not valid JSON: {str(error)[:200]}): {without}")
         return None
 
@@ -227,8 +225,8 @@ def _metrics(path: Path, found: Found) -> list[Values]:
     rows, damaged = [], 0
     for line in (text or "").splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and whole(row.get("step")) is not None:
             rows.append(row)

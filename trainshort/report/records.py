@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from trainshort.reading import LARGEST_NUMBER, is_whole
+
 Values = dict[str, Any]
 
 
 def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_whole(value, -LARGEST_NUMBER) else None
 
 
 def number(value: Any) -> float | None:

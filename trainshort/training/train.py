@@ -23,7 +23,8 @@ from trainshort.data.dataset import TokenData
 from trainshort.data.files import is_full, read_json
 from trainshort.data.machine import Waiting
 from trainshort.models import LanguageModel, ModelConfig, save
-from trainshort.models.checkpoints.native import check_position, fill
+from trainshort.models.checkpoints.native import check_position
+from trainshort.models.checkpoints.weights import check_fits, fill, stored_tensors
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
@@ -84,11 +85,15 @@ class _Trainer:
             seed=config.seed,
             borders=self.data.borders_of("train") if apart else None,
             end_id=self.data.end_id if apart else None,
+            vocab_size=self.data.vocab_size,
         )
         torch.manual_seed(config.seed)
         if saved is not None and (path := run.folder / "config.json").exists():
             check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
-        self.model = LanguageModel(ModelConfig.from_dict(config.model_fields(self.data.vocab_size)))
+        shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
+        if saved is not None:
+            check_fits(LanguageModel, shape, saved.model, str(run.state_file))
+        self.model = LanguageModel(shape)
         self.model.tokenizer = self.data.tokenizer
         self.model.to(device)
         self.optimizer = Optimizer(self.model, config)
@@ -219,11 +224,20 @@ class _Trainer:
         random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
         state = {name: value for name, value in saved.optimizer.items() if name not in random}
         self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
-        torch.set_rng_state(random[f"{RANDOM}cpu"])
-        if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
-            torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        self._restore_random_numbers(random)
         self.run.write_config(self.config)  # paths and cadences may have changed
         self.run.publish()
+
+    def _restore_random_numbers(self, random: dict[str, Tensor]) -> None:
+        try:
+            torch.set_rng_state(random[f"{RANDOM}cpu"])
+            if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
+                torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{self.run}: the checkpoint holds no state of random numbers that torch reads ({error}): restore it "
+                "from a copy"
+            ) from error
 
     def _save(self) -> None:
         if self.run.has_checkpoint and self.run.step == self.step:
@@ -300,7 +314,4 @@ def _device(name: str) -> torch.device:
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by name on the CPU, each tensor once, however often it is used."""
-    stored: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        stored.setdefault(id(tensor), (name, tensor))
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored.values()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}
