@@ -45,6 +45,13 @@ def test_records_of_earlier_weights_stay(tmp_path: Path) -> None:
     assert [each["perplexity"] for each in read_records(tmp_path, "b")] == [2.0]
 
 
+def test_records_may_say_anything_of_themselves(tmp_path: Path) -> None:
+    for strange in ({"a": 1}, [1, 2], 1.5, None):
+        add_record(tmp_path, record(32, data=strange), "a")
+        add_record(tmp_path, record(32, data=strange), "a")
+    assert len(read_records(tmp_path)) == 4
+
+
 def test_files_of_version_1_are_read_and_extended(tmp_path: Path) -> None:
     records = [record(32, data="x", dtype="float32", perplexity=1.0), record(64, data="x", skipped="no room")]
     old = {"format": "trainshort evaluation", "version": 1, "model": "a", "records": records}

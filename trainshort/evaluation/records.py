@@ -23,7 +23,8 @@ Record = dict[str, Any]
 
 def key_of(record: Record) -> tuple[Any, ...]:
     """What tells records of one run apart: figures of different keys are never put together."""
-    return tuple(record.get(name) for name in IDENTITY)
+    values = (record.get(name) for name in IDENTITY)
+    return tuple(each if isinstance(each, (str, int)) else repr(each) for each in values)  # files may hold anything
 
 
 def add_record(folder: Path, record: Record, model: str) -> None:
