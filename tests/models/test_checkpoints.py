@@ -78,6 +78,18 @@ def test_round_trip_of_other_precisions(tmp_path: Path, dtype: torch.dtype) -> N
     assert_same_model(ts.load(tmp_path), model)
 
 
+def test_round_trip_of_mixed_precisions(tmp_path: Path) -> None:
+    """Whichever tensor comes first in the file."""
+    model = language_model(dtype=torch.bfloat16)
+    wanted = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in model.state_dict()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(wanted[name])
+    ts.save(model, tmp_path)
+    found = ts.load(tmp_path).state_dict()
+    assert {name: tensor.dtype for name, tensor in found.items()} == wanted
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_training_goes_on_after_loading(tmp_path: Path) -> None:
     ts.save(language_model(tie_embeddings=True), tmp_path)
     model = ts.load(tmp_path)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors
+from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors, take_dtypes
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
@@ -105,17 +104,6 @@ def load(
         raise ValueError(f"{where}: {error}") from error
     check_fits(build, config, weights, str(where))
     model: Any = build(config)
-    if (stored := _dtype(weights)) is not None:
-        model = model.to(stored)
+    take_dtypes(model, weights)
     fill(model, weights)
     return model.to(dtype=dtype, device=device)
-
-
-def _dtype(path: Path) -> torch.dtype | None:
-    """The dtype of the weights in a file, if it can be told: that of its first tensor."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            return file.get_tensor(names[0]).dtype if names else None
-    except (OSError, SafetensorError):
-        return None  # `fill` says what is wrong
