@@ -129,7 +129,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _allowed(path: str, home: Path) -> bool:
-    """Inside the folder, or code of Python and its packages."""
+    """Inside the folder, or code of Python and its packages, which Python looks for in the places of sys.path."""
+    if path in sys.path:
+        return True
     full = os.path.abspath(path)
     return any(full.startswith(root) for root in (str(home), *CODE))
 

@@ -156,7 +156,7 @@ class Fields:
             raise self.refuse(f"{name} is missing")
         value = self.values[name]
         if not fits(value):
-            raise self.refuse(f"{name} must be {allowed}, got {shown(value)}")
+            raise self.refuse(f"{name} has to be {allowed}, got {shown(value)}")
         return value
 
 

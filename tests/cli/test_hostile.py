@@ -26,9 +26,9 @@ def change(path: Path, by: Change) -> None:
 @pytest.mark.parametrize(
     ("name", "by", "said"),
     [
-        ("meta.json", lambda values: values.update(dtype="O"), "dtype must be one of uint16, uint32, got 'O'"),
+        ("meta.json", lambda values: values.update(dtype="O"), "dtype has to be one of uint16, uint32, got 'O'"),
         ("meta.json", lambda values: values.pop("splits"), "splits is missing"),
-        ("meta.json", lambda values: values["hashes"].update({"/dev/zero": "0" * 64}), "hashes: must be those of"),
+        ("meta.json", lambda values: values["hashes"].update({"/dev/zero": "0" * 64}), "hashes: has to be those of"),
         ("tokenizer.json", lambda values: values["model"]["vocab"].update(a=4 * 10**8), "the number 400,000,000"),
     ],
 )

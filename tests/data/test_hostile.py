@@ -46,7 +46,7 @@ def use_all(folder: Path) -> None:
 def test_only_dtypes_that_are_written_are_read(folder: Path, dtype: Any) -> None:
     """As object pointers the tokens would be addresses, and reading them a crash."""
     change_meta(folder, dtype=dtype)
-    with pytest.raises(ValueError, match=r"meta\.json: dtype must be (one of uint16, uint32|uint16 for a vocab)"):
+    with pytest.raises(ValueError, match=r"meta\.json: dtype has to be (one of uint16, uint32|uint16 for a vocab)"):
         TokenData(folder)
 
 

@@ -63,9 +63,9 @@ def test_train_json(run: Path, every: int) -> None:
 @pytest.mark.parametrize("step", [5, 10**9, 10**30])
 def test_a_step_beyond_the_plan_does_not_count_as_done(run: Path, step: int) -> None:
     change_state(run, lambda state: state.update(step=step, finished=True))
-    with pytest.raises(ValueError, match=r"state\.json: step must be (at most 4, the steps of|a whole number)"):
+    with pytest.raises(ValueError, match=r"state\.json: step has to be (at most 4, the steps of|a whole number)"):
         _ = RunFolder(run).finished
-    with pytest.raises(ValueError, match=r"state\.json: step must be"):
+    with pytest.raises(ValueError, match=r"state\.json: step has to be"):
         resume(run)
 
 
@@ -85,7 +85,7 @@ def test_names_that_leave_the_folder(run: Path, name: str) -> None:
     change_state(run, lambda state: state["files"].update(model=entry))
     with (
         opened() as paths,
-        pytest.raises(ValueError, match="name must be that of a file in the same folder, model-N"),
+        pytest.raises(ValueError, match="name has to be that of a file in the same folder, model-N"),
     ):
         resume(run)
     assert not [path for path in paths if "outside" in path or path.startswith("/dev")]

@@ -31,7 +31,7 @@ def read_meta(path: Path, what: str) -> dict[str, Any]:
     meta.text("tokenizer")
     dtype = meta.one_of("dtype", tuple(DTYPES))
     if dtype != dtype_name(vocabulary):
-        raise meta.refuse(f"dtype must be {dtype_name(vocabulary)} for a vocabulary of {vocabulary:,}, got {dtype}")
+        raise meta.refuse(f"dtype has to be {dtype_name(vocabulary)} for a vocabulary of {vocabulary:,}, got {dtype}")
     for name in COUNTS:
         meta.whole(name)
     _check_splits(meta.object("splits"), meta.whole("tokens"))
@@ -52,24 +52,24 @@ def dtype_name(vocab_size: int) -> str:
 def _check_splits(splits: Fields, tokens: int) -> None:
     """The training tokens, then those for validation, and nothing beside them."""
     if set(splits.values) != {"train", "validation"}:
-        raise splits.refuse("must be train and validation")
+        raise splits.refuse("has to be train and validation")
     begin = 0
     for name in ("train", "validation"):
         split = splits.object(name)
         start, end = split.whole("start"), split.whole("end")
         if start != begin or not start <= end <= tokens or split.whole("tokens") != end - start:
-            raise split.refuse(f"must go from {begin:,} to at most {tokens:,}, got {start:,} to {end:,}")
+            raise split.refuse(f"has to go from {begin:,} to at most {tokens:,}, got {start:,} to {end:,}")
         for count in COUNTS:
             split.whole(count)
         begin = end
     if begin != tokens:
-        raise splits.refuse(f"must end at {tokens:,}, the number of tokens, got {begin:,}")
+        raise splits.refuse(f"has to end at {tokens:,}, the number of tokens, got {begin:,}")
 
 
 def _check_hashes(hashes: Fields, *, with_spans: bool) -> None:
     wanted = {name for name in FILES if with_spans or name != "spans.bin"}
     if set(hashes.values) != wanted:
-        raise hashes.refuse(f"must be those of {', '.join(sorted(wanted))}")
+        raise hashes.refuse(f"has to be those of {', '.join(sorted(wanted))}")
     for name in wanted:
         hashes.digest(name)
 
@@ -86,4 +86,4 @@ def _check_config(config: Fields) -> None:
     if config.values.get("end_token") is not None:
         config.text("end_token")
     if not all(isinstance(each, str) for each in config.list("sources")):
-        raise config.refuse("sources must be a list of texts")
+        raise config.refuse("sources has to be a list of texts")

@@ -68,6 +68,9 @@ def _check_record(record: object, where: str) -> None:
     for name in ("first_token", "end_token"):
         if name in fields.values:
             fields.whole(name)
+    for name in ("model", "data", "split", "dtype"):
+        if fields.values.get(name) is not None:
+            fields.text(name)
 
 
 def fingerprint(path: Path) -> str:

@@ -225,7 +225,7 @@ def _check_state(state: Fields) -> None:
     steps = config.whole("steps", 1)
     step = state.whole("step")
     if step > steps:
-        raise state.refuse(f"step must be at most {steps:,}, the steps of the run; got {step:,}")
+        raise state.refuse(f"step has to be at most {steps:,}, the steps of the run; got {step:,}")
     if state.flag("finished") != (step == steps):
         raise state.refuse(f"finished is {state.flag('finished')} at step {step:,} of {steps:,}")
     state.number("seconds")
@@ -234,14 +234,14 @@ def _check_state(state: Fields) -> None:
     data.text("identity")
     for name, about in data.object("files").values.items():
         if not (isinstance(about, list) and len(about) == 2 and all(is_whole(each, 0, 2**63) for each in about)):
-            raise data.refuse(f"{shown(name)} must have a size and a time, got {shown(about)}")
+            raise data.refuse(f"{shown(name)} has to have a size and a time, got {shown(about)}")
     files = state.object("files")
     for kind in (MODEL, OPTIMIZER):
         entry = files.object(kind)
         name = entry.text("name")
         if not (is_plain_name(name) and name.startswith(f"{kind}-") and name.endswith(".safetensors")):
             raise entry.refuse(
-                f"name must be that of a file in the same folder, {kind}-N.safetensors; got {shown(name)}"
+                f"name has to be that of a file in the same folder, {kind}-N.safetensors; got {shown(name)}"
             )
         entry.whole("size")
         entry.digest("sha256")

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors
+from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors, take_dtypes
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
@@ -112,7 +111,7 @@ def load(
         raise ValueError(f"{where}: {error}") from error
     check_fits(build, config, weights, str(where))
     model: Any = build(config)
-    _take_dtypes(model, weights)
+    take_dtypes(model, weights)
     fill(model, weights)
     return model.to(dtype=dtype, device=device)
 
@@ -124,15 +123,3 @@ def check_position(path: Path, header: dict[str, Any]) -> None:
     origin = header.get("position_origin")
     if isinstance(name, str) and origin is not None and not is_known(name):
         raise ValueError(f"{path}: the position method {name[:100]!r} is not known here; {how_to_import(origin)}")
-
-
-def _take_dtypes(model: nn.Module, path: Path) -> None:
-    """Give each tensor of the model the dtype that it has in a file, so that nothing is rounded on the way."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for name, tensor in stored_tensors(model).items():
-                if name in names and (dtype := DTYPES.get(file.get_slice(name).get_dtype())) is not None:
-                    tensor.data = tensor.data.to(dtype)
-    except (OSError, SafetensorError):
-        return  # `fill` says what is wrong

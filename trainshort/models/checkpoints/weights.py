@@ -20,7 +20,8 @@ from trainshort.models.config import ModelConfig
 from trainshort.reading import file_size, shown
 
 CHECKSUM = "trainshort.sha256"  # in the metadata of the header
-DTYPES = ("F16", "BF16", "F32", "F64")
+# As safetensors names them.
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _HELP = "a model folder holds config.json and model.safetensors"
 
 
@@ -60,6 +61,13 @@ def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, p
     except (RuntimeError, TypeError, ValueError) as error:  # torch has a RuntimeError for sizes beyond 2^63
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from error
     _compare(header, wanted, path)
+
+
+def take_dtypes(model: nn.Module, path: Path) -> None:
+    """Give each tensor of the model the dtype that it has in a file that fits, so that nothing is rounded."""
+    header = _header(path)
+    for name, tensor in stored_tensors(model).items():
+        tensor.data = tensor.data.to(DTYPES[header[name][0]])
 
 
 def fill(model: nn.Module, path: Path) -> None:
