@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.run_cli import run_cli
 from trainshort.cli.generate import Stream
+from trainshort.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 
@@ -125,8 +127,8 @@ def test_bytes_that_never_become_a_character_hold_nothing_up() -> None:
     ("words", "message"),
     [
         (["--temperature", "-1"], "temperature must be at least 0"),
-        (["--top-p", "2"], "top_p must lie in (0, 1]"),
-        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0"),
+        (["--top-p", "2"], "--top-p must lie in (0, 1]"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens must be at least 0"),
     ],
 )
 def test_generate_refuses(capsys: Capture, run_folder: Path, words: list[str], message: str) -> None:
@@ -135,9 +137,38 @@ def test_generate_refuses(capsys: Capture, run_folder: Path, words: list[str], m
     assert outcome.out == ""
 
 
+@pytest.mark.parametrize("text", ["Line é", ""])
+def test_generate_nothing_new_shows_the_prompt(capsys: Capture, run_folder: Path, text: str) -> None:
+    outcome = run_cli(capsys, "generate", run_folder, "--prompt", text, "--max-new-tokens", 0)
+    assert (outcome.status, outcome.out) == (0, text + "\n")
+
+
 def test_generate_needs_a_tokenizer(capsys: Capture, run_folder: Path) -> None:
     (run_folder / "tokenizer.json").unlink()
     assert "tokenizer.json" in run_cli(capsys, "generate", run_folder, "--prompt", "a").one_sentence()
+
+
+def test_bench_shows_each_row_as_it_is_measured(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainshort.experiments.bench as module
+
+    measure, shown = module.measure, list[str]()
+
+    def measured(length: int, **more: Any) -> dict[str, Any]:
+        shown.append(capsys.readouterr().out)
+        return measure(length, **more) | {"waiting": 0.4 if length == 200 else 0.0}
+
+    monkeypatch.setattr(module, "measure", measured)
+    words = ["bench", "--lengths", 64, 200, "--heads", 2, "--head-dim", 16, "--tokens", 400, "--seconds", 0.01]
+    main([str(word) for word in words])
+    last = capsys.readouterr().out
+    assert "trainshort" in shown[0]  # the heading
+    assert "6 x 64" in shown[1]
+    assert "loaded" not in shown[1]
+    row, *notes = last.splitlines()
+    assert "2 x 200" in row
+    assert row.endswith("loaded")
+    assert "200: measured on a loaded machine: its threads waited for a core 40% of the time" in notes
+    assert max(len(line) for line in (shown[1] + last).splitlines()[:-3]) <= 90
 
 
 def test_bench_prints_a_table_and_writes_figures(capsys: Capture, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.run_cli import run_cli
 from trainshort.cli import main as main_module
+from trainshort.cli.errors import name_flags
 from trainshort.cli.main import COMMANDS, main
 
 Capture = pytest.CaptureFixture[str]
@@ -82,6 +83,48 @@ def test_what_cannot_be_understood(capsys: Capture, words: list[str], message: s
     assert "--help shows" in outcome.error
 
 
+TRAIN = ["train", "--data", "d", "--out", "o"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [*TRAIN, "--batch-tokens", "100"],
+            "--batch-tokens must be a multiple of --length x --accumulation (512 x 1)",
+        ),
+        ([*TRAIN, "--num-layers", "0"], "train: --num-layers must be at least 1, got 0"),
+        ([*TRAIN, "--lr", "0"], "train: --lr must be positive"),
+        ([*TRAIN, "--beta1", "1"], "train: --beta1 must lie in [0, 1)"),
+        ([*TRAIN, "--steps", "5", "--warmup", "9"], "--warmup must be at most steps (5), got 9"),
+        (["compare", "--test-lengths", "8"], "--test-lengths must have one of at least the training length 128"),
+        (["compare", "--lrs", "x"], "--lrs must look like rotary=0.002"),
+        (["compare", "--lrs", "none=1"], "--lrs names 'none', which is not among the positions"),
+        (["prepare", "x", "--vocab", "9"], "--vocab must be at least 258"),
+        (["prepare", "x", "--validation-fraction", "2"], "--validation-fraction must lie in [0, 1)"),
+        (["evaluate", "x", "--batch-tokens", "0"], "--batch-tokens must be at least 1"),
+        (["bench", "--head-dim", "0"], "--head-dim must be at least 1"),
+    ],
+)
+def test_errors_name_flags_and_not_fields(capsys: Capture, words: list[str], message: str) -> None:
+    assert message in run_cli(capsys, *words).one_sentence()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("choose another folder with out (--out), or remove it", "choose another folder with --out, or remove it"),
+        ("made known by import_file (--import FILE.py)", "made known by --import FILE.py"),
+        ("runs/batch_tokens/x has no file: batch_tokens.json", "runs/batch_tokens/x has no file: batch_tokens.json"),
+        ("another run (lr was 0.1, is 0.2 now; out was 3)", "another run (--lr was 0.1, is 0.2 now; --out was 3)"),
+        ("position must be one of alibi", "--positions must be one of alibi"),
+        ("the lr of this out is told from data", "the lr of this out is told from data"),
+    ],
+)  # fmt: skip
+def test_only_fields_become_flags(text: str, shown: str) -> None:
+    assert name_flags(text, ["batch_tokens", "lr", "out", "data", "positions"]) == shown
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     """A command that raises what the test puts in."""
@@ -97,8 +140,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ValueError("lengths\n  must be   long"), "trainshort bench: lengths must be long"),
-        (KeyError("weights"), "trainshort bench: weights"),
+        (ValueError("lengths\n  must be   long"), "trainshort bench: --lengths must be long"),
+        (KeyError("weights"), "trainshort bench: there is no 'weights' where it was looked for"),
         (FileNotFoundError(2, "No such file or directory", "book.txt"), "book.txt: no such file or directory"),
         (PermissionError(13, "Permission denied", "runs"), "runs: permission denied: choose another place"),
         (OSError(28, "No space left on device", "runs"), "no space left on the disk"),

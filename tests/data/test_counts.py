@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.data.test_tokenizer import BPE
 from trainshort.data import counts as counts_module
-from trainshort.data.counts import Counts, tail
+from trainshort.data.counts import Counts
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer
 
 TABLES = {}
@@ -42,17 +42,3 @@ def test_counts_are_those_of_the_text_and_add_up(
         first = counts.count(tokens[:cut], None)
         second = counts.count(tokens[cut:], int(tokens[cut - 1]) if cut else None)
         assert (first[0] + second[0], first[1] + second[1]) == (size, words)
-
-
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
-@given(texts=documents, wanted=st.integers(1, 200))
-def test_the_tail_has_the_bytes_that_are_wanted(tokenizer: Tokenizer, texts: list[str], wanted: int) -> None:
-    tokens, counts = encoded(tokenizer, texts), TABLES[type(tokenizer)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counts_module, "AT_ONCE", 5)
-        place = tail(lambda start, stop: counts.lengths[tokens[start:stop]], len(tokens), wanted)
-    if sum(len(text.encode()) for text in texts) < wanted:
-        assert place == 0
-    else:
-        assert counts.count(tokens[place:], None)[0] >= wanted
-        assert counts.count(tokens[place + 1 :], None)[0] < wanted

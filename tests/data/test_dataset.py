@@ -80,7 +80,9 @@ def test_identity(folder: Path, tmp_path: Path) -> None:
     before = TokenData(folder).identity
     assert TokenData(folder.rename(tmp_path / "elsewhere")).identity == before
     meta = json.loads((tmp_path / "elsewhere" / "meta.json").read_text())
-    meta["splits"]["train"]["end"] -= 1
+    train, validation = meta["splits"]["train"], meta["splits"]["validation"]
+    train |= {"end": train["end"] - 1, "tokens": train["tokens"] - 1}
+    validation |= {"start": validation["start"] - 1, "tokens": validation["tokens"] + 1}
     (tmp_path / "elsewhere" / "meta.json").write_text(json.dumps(meta))
     assert TokenData(tmp_path / "elsewhere").identity != before
 

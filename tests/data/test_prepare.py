@@ -84,19 +84,25 @@ def test_workers_change_nothing(rows: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("options", [{}, {"vocab": 270}], ids=str)
-def test_one_long_document_is_cut_in_two(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_of_one_long_document_a_passage_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
     text = "".join(TEXTS)
     (tmp_path / "book.txt").write_text(text)
-    data = prepared(tmp_path / "book.txt", tmp_path / "data", validation_fraction=0.1, **options)
-    assert texts_of(data, "train")[0] + texts_of(data, "validation")[0] == text
-    split = data.meta["splits"]
-    assert split["validation"]["bytes"] == pytest.approx(0.1 * len(text.encode()), rel=0.01)
-    assert split["train"]["bytes"] + split["validation"]["bytes"] == len(text.encode())
-    assert split["train"]["words"] + split["validation"]["words"] == len(text.encode().split())
-    assert split["train"]["words"] == data.words_of("train")
+    passages = set()
+    for seed in range(4):
+        out = tmp_path / f"data{seed}"
+        data = prepared(tmp_path / "book.txt", out, validation_fraction=0.1, seed=seed, **options)
+        before, after = texts_of(data, "train")
+        (passage,) = texts_of(data, "validation")
+        assert before + passage + after == text
+        assert passage.startswith(" and slept"), "whole lines"
+        split = data.meta["splits"]
+        assert split["validation"]["bytes"] == pytest.approx(0.1 * len(text.encode()), rel=0.1)
+        assert_counts(data)
+        passages.add(passage)
+    assert len(passages) == 4, "at a place that the seed decides"
 
 
-def test_few_documents_are_cut_between_them(tmp_path: Path) -> None:
+def test_of_few_documents_a_whole_one_is_kept(tmp_path: Path) -> None:
     names = []
     for number, size in enumerate((400, 400, 110)):
         (tmp_path / f"{number}.txt").write_text("x" * size)
@@ -219,8 +225,8 @@ def test_a_mistake_that_workers_are_waiting_behind(tmp_path: Path, monkeypatch: 
     with rows.open("a") as file:
         file.write("{")
     with pytest.raises(ValueError, match="line 302: not valid JSON"):
-        prepared(rows, tmp_path / "data", tokenizer=str(tmp_path / "bpe.json"), workers=2)
-    assert list((tmp_path / "data").iterdir()) == []
+        prepared(rows, tmp_path / "data", tokenizer=str(tmp_path / "bpe.json"), workers=2, validation_fraction=0.0)
+    assert not (tmp_path / "data").exists()
 
 
 def test_workers_that_die(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +260,41 @@ def test_a_folder_that_was_left_half_replaced_does_not_pass_for_whole(
 def test_nothing_to_prepare(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"empty\.txt: no text in it"):
-        prepared(tmp_path / "empty.txt", tmp_path / "data")
-    assert list((tmp_path / "data").iterdir()) == []
+        prepared(tmp_path / "empty.txt", tmp_path / "new" / "data")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tokenizer_that_fails_on_a_text(rows: Path, tmp_path: Path, workers: int) -> None:
+    """In this process or in another one: the same sentence, and nothing is left."""
+    values = json.loads(LOWERCASE.to_str())
+    values["model"]["unk_token"] = "missing"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: this tokenizer fails on a text \("):
+        prepared(rows, tmp_path / "data", tokenizer=str(tmp_path / "tokenizer.json"), workers=workers)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("failing", ["tokens.bin", "documents.bin", "tokenizer.json", "meta.json"])
+def test_a_prepare_that_fails_leaves_no_folder(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Wherever it fails, and if it made the folder; one that was there stays, with what others put into it."""
+    move = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        if Path(target).name == failing:
+            raise KeyboardInterrupt
+        move(source, target)
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    monkeypatch.setattr(os, "replace", interrupted)
+    for out in (tmp_path / "new" / "data", tmp_path / "mine" / "data"):
+        with pytest.raises(KeyboardInterrupt):
+            prepared(rows, out)
+    assert not (tmp_path / "new").exists()
+    assert contents(tmp_path / "mine") == {"notes.txt": b"mine"}
 
 
 def test_a_tokenizer_without_an_end(rows: Path, tmp_path: Path) -> None:
@@ -289,7 +328,8 @@ def test_the_command(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(PrepareConfig(sources=(str(rows),), out=str(tmp_path / "data"))) == 0
     shown = capsys.readouterr().out
     assert "vocabulary of 257 (bytes), uint16" in shown
-    assert "validation" in shown
+    assert "validation: whole documents, drawn from all of the input with seed 0: 4." in shown
+    assert "% of the text (5.0% asked)" in shown
 
 
 def test_the_bar(
@@ -329,3 +369,13 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: str) -> N
         peaks.append(int(subprocess.run(words, capture_output=True, text=True, check=True).stdout))
     assert peaks[1] < peaks[0] + 50
     assert peaks[1] < 150
+
+
+def test_links_that_were_left_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("mine " * 100)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "secret.txt")
+    run(PrepareConfig(sources=(str(tmp_path / "texts"),), out=str(tmp_path / "data")))
+    assert "left out: links that lead out of their folder: 1" in capsys.readouterr().out
+    assert b"secret" not in bytes(TokenData(tmp_path / "data").tokens.astype("u1"))

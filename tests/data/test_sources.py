@@ -7,6 +7,7 @@ import json
 import lzma
 import re
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from trainshort.data import sources as sources_module
+from trainshort.data import text as text_module
 from trainshort.data.sources import WIKITEXT_START, Sources, standard_library
 
 DOCUMENTS = ["first document\n\nwith two paragraphs", "zweites Dokument: äöü 中文", "third"]
@@ -175,3 +178,77 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     assert seen == sorted(seen)
     assert 0 < seen[0] < sources.total
     assert sources.done == sources.total == 3_000_000 + (tmp_path / "b.jsonl").stat().st_size
+
+
+# Folders and files from strangers
+
+
+def test_links_that_lead_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+    secret, texts = tmp_path / "secret", tmp_path / "texts"
+    secret.mkdir()
+    (texts / "inner").mkdir(parents=True)
+    (secret / "key.txt").write_text("secret")
+    (texts / "a.txt").write_text("mine")
+    (texts / "b.txt").symlink_to(secret / "key.txt")
+    (texts / "c").symlink_to(secret)
+    (texts / "d.txt").symlink_to("../secret/key.txt")
+    (texts / "inner" / "e.txt").symlink_to("../a.txt")  # stays inside, and is the same file again
+    for options in (
+        {},
+        {"pattern": "**/*.txt"},
+        {"pattern": "*/*.txt"},
+        {"pattern": "c/*"},
+        {"pattern": "../*/*.txt"},
+    ):
+        try:
+            found = list(Sources((str(texts),), **options).documents())
+        except ValueError as error:
+            assert "links that lead out of it are not followed" in str(error)  # noqa: PT017
+        else:
+            assert found == ["mine"]
+    assert Sources((str(texts),)).links_left_out == 2
+    (tmp_path / "link").symlink_to(texts)  # the folder that was named may be a link itself
+    assert list(Sources((str(tmp_path / "link"),)).documents()) == ["mine"]
+
+
+def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "LONGEST_LINE", 100)
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"text": "x" * (100 - len('{"text": ""}\n'))}) + "\n"
+    assert len(row) == 100
+    path.write_text(row)
+    assert len(list(Sources((str(path),)).documents())) == 1
+    path.write_text("\n" + row.replace("x", "xx", 1))
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: longer than 100 bytes, the most that one"):
+        list(Sources((str(path),)).documents())
+
+
+def test_a_line_is_never_read_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even from a small file that unpacks to a large one."""
+    monkeypatch.setattr(sources_module, "LONGEST_LINE", 10_000)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
+        for _ in range(40):
+            file.write(b"x" * 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="longer than 10,000 bytes"):
+            list(Sources((str(tmp_path / "rows.jsonl.gz"),)).documents())
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_deep_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"line 2: not valid JSON \(objects or lists nested more than 64 deep\)"):
+        list(Sources((str(tmp_path / "rows.jsonl"),)).documents())
+
+
+def test_one_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where documents start at lines that have to be looked for."""
+    monkeypatch.setattr(text_module, "BLOCK", 64)
+    text = "# one\n" + "word " * 500 + "# no start\n# two\nend"
+    (tmp_path / "a.txt").write_text(text)
+    sources = Sources((str(tmp_path / "a.txt"),), document_start="^# ")
+    assert max(len(part.text) for part in sources.parts()) < 4 * 64
+    assert list(sources.documents()) == ["# one\n" + "word " * 500 + "# no start\n", "# two\nend"]

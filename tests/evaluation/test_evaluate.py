@@ -171,17 +171,22 @@ def test_a_run_gets_its_records_at_once(tmp_path: Path) -> None:
         seen.append(len(stored))
 
     evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(16, 32)), on_record=check)
-    evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(32, 64), tokens=128), on_record=check)
-    assert seen == [1, 2, 2, 3]
+    evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(16, 32)), on_record=check)
+    evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(32, 64), tokens=128), on_record=check)  # other tokens
+    assert seen == [1, 2, 2, 2, 3, 4]
 
 
-def test_records_of_other_weights_go(tmp_path: Path) -> None:
+def test_records_of_other_weights_and_other_tokens_stay(tmp_path: Path) -> None:
+    other = TOKENS[::-1].copy()
     ts.save(model(), tmp_path)
     evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(16,)))
+    evaluate(tmp_path, other, EvaluateConfig(lengths=(16,)))
     ts.save(model(num_layers=1), tmp_path)
-    evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(32,)))
+    evaluate(tmp_path, TOKENS, EvaluateConfig(lengths=(16,)))
+    evaluate(tmp_path, TOKENS.astype(np.int32), EvaluateConfig(lengths=(16,)))  # the same tokens in more bytes
     stored = json.loads((tmp_path / "evaluation.json").read_text())["records"]
-    assert [each["length"] for each in stored] == [32]
+    assert len(stored) == 3
+    assert len({each["model"] for each in stored}) == len({each["data"] for each in stored}) == 2
 
 
 def test_progress_counts_every_scored_token() -> None:

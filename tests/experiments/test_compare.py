@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from dataclasses import replace
@@ -73,6 +74,19 @@ def test_every_run_has_its_folder_and_its_records(data: Path, tmp_path: Path) ->
     assert spans == {(1, 257)}
 
 
+def test_all_training_lengths_are_tested_on_the_same_tokens(data: Path, tmp_path: Path) -> None:
+    """Though whole windows of the longest length of each would be 896 and 864 tokens."""
+    config = small(
+        data, tmp_path, positions=("alibi",), length=(16, 24), multiples=(1, 2), test_tokens=900, batch_tokens=48
+    )
+    result = compare(config)
+    spans = {(each["first_token"], each["end_token"]) for run in result["runs"] for each in run["records"]}
+    assert spans == {(1, 865)}
+    config = replace(config, out=str(tmp_path / "few"), test_tokens=90)  # not enough for both
+    spans = {(each["first_token"], each["end_token"]) for run in compare(config)["runs"] for each in run["records"]}
+    assert spans == {(1, 65), (1, 49)}
+
+
 def test_every_model_continues_a_text(data: Path, tmp_path: Path) -> None:
     compare(small(data, tmp_path / "out"))
     begin = TokenData(data).tokenizer.decode([int(token) for token in TokenData(data).validation[:48]])
@@ -110,7 +124,8 @@ def test_a_longer_list_of_methods_and_lengths_adds_what_is_new(
     config = small(data, tmp_path, positions=("alibi", "none"), multiples=(1, 2, 4, 8), test_tokens=256)
     compare(config, Watcher(say=said.append))
     assert trained == ["none"]
-    assert "[1/2] alibi-16-seed0: testing at 128" in said
+    assert "run 1 of 2, alibi at 16, seed 0: testing at 128" in said
+    assert any(text.startswith("run 2 of 2, none at 16, seed 0: trained in") for text in said)
 
 
 def test_a_test_on_other_data_does_not_count(data: Path, tmp_path: Path) -> None:
@@ -122,6 +137,96 @@ def test_a_test_on_other_data_does_not_count(data: Path, tmp_path: Path) -> None
     evaluate(tmp_path / "out" / "alibi-16-seed0", TokenData(other), config.evaluation(16))
     again = compare(config)["runs"][0]["records"]
     assert [record["nll_sum"] for record in again] == [record["nll_sum"] for record in first]
+
+
+def other_data(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "other.txt").write_text("something else " * 1000)
+    sources = (str(folder / "other.txt"),)
+    return prepare(PrepareConfig(sources=sources, out=str(folder / "other"), workers=1), progress=False)
+
+
+def test_an_evaluation_on_other_data_leaves_the_table_as_it_was(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Printed and in the report, where the other data has a table of its own."""
+    monkeypatch.setattr("trainshort.report.figures.drawn", lambda chart, dots: iter(()))  # they take seconds
+    out, other = tmp_path / "out", other_data(tmp_path)
+    words = (
+        f"compare --data {data} --out {out} --positions alibi none --seeds 0 1 --length 16 --steps 2 --multiples 1 2"
+    )
+    words += " --batch-tokens 64 --num-layers 1 --d-model 16 --num-heads 2 --test-tokens 64 --device cpu"
+    assert main(words.split()) == 0
+    before = (out / "report" / "tables" / "extrapolation.csv").read_text()
+    shown = capsys.readouterr().out
+    test = ["evaluate", str(out / "alibi-16-seed1"), "--lengths", "16", "32", "--tokens", "64"]
+    assert main([*test, "--data", str(other)]) == 0
+    assert main([*test, "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out == shown
+    tables = out / "report" / "tables"
+    assert (tables / "extrapolation.csv").read_text() == before
+    texts = [(tables / f"extrapolation_{number}.csv").read_text() for number in (2, 3)]
+    others = [list(csv.DictReader(text.splitlines())) for text in texts]
+    assert {(row["position"], row["seeds"]) for rows in others for row in rows} == {("alibi", "1")}
+    identities = {(row["data"], row["dtype"]) for rows in others for row in rows}
+    assert identities == {(TokenData(other).identity, "float32"), (TokenData(data).identity, "bfloat16")}
+    assert str(other) in (out / "report" / "report.html").read_text()
+
+
+def test_a_part_of_a_comparison_extends_it(data: Path, tmp_path: Path) -> None:
+    first = compare(small(data, tmp_path, positions=("alibi", "none"), seeds=(0, 1)))
+    part = compare(small(data, tmp_path, positions=("none", "t5")))
+    stored = json.loads((tmp_path / "comparison.json").read_text())
+    assert stored == part
+    assert part["runs"][: len(first["runs"])] == first["runs"]
+    assert [run["folder"] for run in part["runs"][4:]] == ["t5-16-seed0"]
+
+
+def test_another_test_is_added_to_the_records(data: Path, tmp_path: Path) -> None:
+    first = compare(small(data, tmp_path, positions=("alibi", "none")))
+    again = compare(small(data, tmp_path, positions=("alibi",), mode="sliding", multiples=(2,)))
+    alibi, none = again["runs"]
+    assert none == first["runs"][1]
+    assert alibi["records"][:3] == first["runs"][0]["records"]
+    assert [(record["mode"], record["length"]) for record in alibi["records"][3:]] == [("sliding", 32)]
+    assert [(test["mode"], test["lengths"]) for test in again["tests"]] == [("sliding", [32])]
+
+
+def test_a_comparison_of_the_first_format_is_extended(data: Path, tmp_path: Path) -> None:
+    compare(small(data, tmp_path, positions=("alibi",)))
+    path = tmp_path / "comparison.json"
+    old = json.loads(path.read_text())
+    del old["tests"]
+    for run in old["runs"]:
+        del run["config"]
+        run["records"] = [{key: each[key] for key in each if key != "model"} for each in run["records"]]
+    path.write_text(json.dumps(old))
+    assert [run["position"] for run in compare(small(data, tmp_path, positions=("none",)))["runs"]] == [
+        "alibi",
+        "none",
+    ]
+
+
+def test_runs_that_cannot_be_compared_are_not_put_into_one_file(data: Path, tmp_path: Path) -> None:
+    compare(small(data, tmp_path, positions=("alibi",)))
+    before = (tmp_path / "comparison.json").read_bytes()
+    with pytest.raises(ValueError, match=r"can't be compared with none-16-seed0 \(steps was 3, is 4 now"):
+        compare(small(data, tmp_path, positions=("none",), steps=4))
+    other = other_data(tmp_path / "beside")
+    with pytest.raises(ValueError, match="holds runs on other data"):
+        compare(small(other, tmp_path, positions=("none",)))
+    assert (tmp_path / "comparison.json").read_bytes() == before
+    assert not (tmp_path / "none-16-seed0").exists()
+
+
+def test_what_is_no_comparison_is_refused(data: Path, tmp_path: Path) -> None:
+    for content in ("{", "[]", "{}", '{"format": "trainshort comparison", "version": 1, "runs": 3, "data": 4}'):
+        (tmp_path / "comparison.json").write_text(content)
+        with pytest.raises(ValueError, match=r"comparison.json: .*move it away"):
+            compare(small(data, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
 
 
 def test_an_interrupted_run_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

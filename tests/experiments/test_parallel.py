@@ -16,6 +16,7 @@ from trainshort.data.prepare import prepare
 from trainshort.experiments.compare import compare
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
+from trainshort.experiments.watching import Planned
 from trainshort.training import RunFolder, TrainConfig
 
 
@@ -62,7 +63,7 @@ def test_an_error_is_that_of_the_run(data: Path, tmp_path: Path) -> None:
     good = TrainConfig(data=str(data), out=str(tmp_path / "good"), length=16, batch_tokens=64, steps=2)
     bad = TrainConfig(data=str(data), out=str(tmp_path / "bad"), length=16, batch_tokens=64, position="rotery")
     with pytest.raises(RuntimeError, match="did you mean 'rotary'"):
-        train_all([bad, good], 1, lambda text: None)
+        train_all([Planned(1, 2, bad), Planned(2, 2, good)], 1)
     assert not (tmp_path / "good").exists()
 
 
@@ -101,7 +102,8 @@ def test_a_stop_saves_every_run_and_the_same_command_goes_on(data: Path, tmp_pat
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert "the same command goes on from there" in error
+    assert "stopped with 0 of 2 runs trained and tested" in error
+    assert "the same compare goes on from there" in error
     assert "Traceback" not in error
     for folder in folders:
         assert RunFolder(folder).step > 0

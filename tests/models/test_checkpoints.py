@@ -281,7 +281,9 @@ def test_a_config_that_is_no_json(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize("content", ["[]", "3", '"text"', "null", "{}", '{"model_type": "llama"}'])
 def test_json_of_another_kind(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json: not a format this trainshort reads"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: (not a format this trainshort reads|holds .*, not a JSON ob)"
+    ):
         ts.load(folder)
 
 
@@ -338,7 +340,7 @@ def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
             lambda t: t.update({"trunk.final_norm.weight": torch.zeros(1)}),
             r"model\.safetensors: tensor 'trunk\.final_norm\.weight' is \[1\], .* wants \[32\]",
         ),
-        (lambda t: t.clear(), r"model\.safetensors: tensor .* is missing"),
+        (lambda t: t.clear(), r"model\.safetensors: has 0 tensors, too few for the 2 layers of the config"),
     ],
     ids=["missing", "extra", "transposed", "broadcastable", "empty"],
 )

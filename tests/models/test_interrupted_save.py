@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 import trainshort as ts
 from tests.models.saved import assert_same_model, tiny_tokenizer
 from tests.models.small import encoder, language_model
-from trainshort.models.checkpoints import native
 
 
 class Interrupted(BaseException):
@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]) -> None:
     """Whoever writes that file writes half of it, and then the disk is full."""
-    save_file, write_text = native.save_file, Path.write_text
+    save_file, write_text = safetensors.torch.save_file, Path.write_text
 
     def half(path: Path) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -40,7 +40,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseExceptio
             half(path)
         return count
 
-    monkeypatch.setattr(native, "save_file", save_tensors)
+    monkeypatch.setattr(safetensors.torch, "save_file", save_tensors)
     monkeypatch.setattr(Path, "write_text", save_text)
 
 

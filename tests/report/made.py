@@ -47,6 +47,12 @@ def record(length: int, perplexity: float, mode: str = "nonoverlapping", stride:
     }
 
 
+def skipped(length: int, why: str) -> dict[str, Any]:
+    """As evaluate writes it where there is nothing to measure."""
+    names = ("length", "mode", "stride", "split", "first_token", "end_token", "data", "dtype")
+    return {name: record(length, 2.0)[name] for name in names} | {"skipped": why}
+
+
 def make_run(
     folder: Path,
     position: str = "alibi",

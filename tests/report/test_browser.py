@@ -94,6 +94,9 @@ def test_it_opens_quietly_and_asks_for_nothing(browser: Any, report: Path, scree
     assert found.messages == []
     assert found.requests == [report.as_uri()]
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    buttons = found.page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title || '')")
+    assert buttons
+    assert not [title for title in buttons if "cloud" in title.lower() or "studio" in title.lower()]
     shot = Path(os.environ.get("TRAINSHORT_SCREENSHOTS", tmp_path)) / f"{screen}.png"
     found.page.screenshot(path=shot, full_page=True)
     assert shot.stat().st_size > 50_000

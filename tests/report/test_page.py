@@ -11,7 +11,7 @@ from pathlib import Path
 import plotly.graph_objects
 import pytest
 
-from tests.report.made import change, make_run, make_runs, record, write
+from tests.report.made import change, make_run, make_runs, record, skipped, write
 from tests.report.parsed import Page
 from trainshort.report.build import LARGEST_PAGE, build_report, content_of
 from trainshort.report.reading import read_runs
@@ -65,13 +65,27 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert len(scripts) == 2
 
 
+def test_no_button_sends_anything_away(tmp_path: Path) -> None:
+    make_runs(tmp_path / "runs")
+    _, plotly, script = built(tmp_path).scripts
+    buttons = set(re.findall(r'push\("(\w*(?:[Cc]loud|Studio)\w*)"\)', plotly))
+    settings = set(re.findall(r"(show\w*(?:Cloud|Studio|Link)):\{valType", plotly))
+    assert buttons  # plotly still calls them so
+    assert settings
+    removed = set(re.findall(r'"(\w+)"', script.split("modeBarButtonsToRemove: [")[1].split("]")[0]))
+    assert buttons <= removed
+    for each in settings:
+        assert f"{each}: false" in script
+    assert 'plotlyServerURL: ""' in script
+
+
 def test_text_from_runs_stays_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs" / "<script>alert(1)<", EVIL, model=EVIL)
     make_run(tmp_path / "runs" / "alibi")
     write(
         folder / "samples.json", [{"prompt": EVIL, "text": EVIL + " and </pre> on"}, "</script>", 7, {"text": None}]
     )
-    change(folder / "evaluation.json", records=[record(64, 5.0), {"length": 128, "mode": "sliding", "skipped": EVIL}])
+    change(folder / "evaluation.json", records=[record(64, 5.0), skipped(128, EVIL)])
     state = {"environment": {"torch": EVIL, "device": EVIL}}
     change(folder / "state" / "state.json", **state)
     (folder / "metrics.jsonl").write_text(EVIL)
@@ -180,8 +194,9 @@ def test_runs_of_another_version_and_other_weights(tmp_path: Path) -> None:
     change(folders[1] / "evaluation.json", model="ffff")
     page = built(tmp_path)
     assert "of version 9: shown as far as it is understood" in page.text
-    assert "other weights than those of the last checkpoint" in page.text
-    assert len(page.chart("extrapolation")["views"][0]["traces"]) == 4
+    assert f"{folders[1] / 'evaluation.json'}: nonoverlapping at 64, 128, 256: left out" in page.text
+    assert "measured with other weights than the run has now" in page.text
+    assert len(page.chart("extrapolation")["views"][0]["traces"]) == 3
 
 
 def test_a_run_without_tests_still_shows_its_training(tmp_path: Path) -> None:

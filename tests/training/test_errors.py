@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint(data: Path, half: Path) -> None:
 
 def test_a_missing_checkpoint(data: Path, half: Path) -> None:
     (half / "state" / "model-00000004.safetensors").unlink()
-    refused(half, data, FileNotFoundError, "no such file, but the checkpoint of step 4 needs it")
+    refused(half, data, FileNotFoundError, "no such file; the checkpoint of step 4 needs it")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}'])

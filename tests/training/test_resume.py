@@ -15,6 +15,7 @@ import torch
 import trainshort as ts
 from tests.training.small import assert_same_run, metrics_of, small_config, tensors_of
 from trainshort.training.config import TrainConfig
+from trainshort.training.optimizer import learning_rate
 from trainshort.training.run import Interrupted, RunFolder
 from trainshort.training.train import train
 
@@ -113,6 +114,55 @@ def test_a_run_that_is_done_stays_as_it_is(data: Path, whole: Path, tmp_path: Pa
     shutil.copytree(whole, tmp_path / "run")
     train(small_config(data, tmp_path / "run"), progress=False, resume=True)
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_more_steps_go_on_with_a_run_that_is_done(data: Path, whole: Path, tmp_path: Path) -> None:
+    """With the optimizer and the order of the data as they were, and exactly whenever that is interrupted."""
+    shutil.copytree(whole, tmp_path / "run")
+    longer = small_config(data, tmp_path / "run", steps=14)
+    train(longer, progress=False, resume=True)
+    run = RunFolder(tmp_path / "run")
+    assert (run.step, run.finished, run.config().extended_at) == (14, True, (8,))
+    rows = {row["step"]: row for row in metrics_of(tmp_path / "run") if "loss" in row}
+    assert list(rows) == list(range(1, 15))
+    assert [rows[step] for step in range(1, 9)] == [row for row in metrics_of(whole) if "loss" in row]
+    assert [rows[step]["lr"] for step in (9, 14)] == [learning_rate(longer, step) for step in (9, 14)]
+    for stops in ((1,), (5,), (1, 1, 3)):
+        other = tmp_path / f"other{len(stops)}{stops[0]}"
+        shutil.copytree(whole, other)
+        config = replace(longer, out=str(other))
+        for steps in stops:
+            with pytest.raises(Interrupted):
+                train(config, progress=False, stop=stop_after(steps), resume=True)
+        train(config, progress=False, resume=True)
+        assert_same_run(other, tmp_path / "run")
+    train(longer, progress=False, resume=True)  # done: as it is
+    assert_same_run(tmp_path / "other15", tmp_path / "run")
+    train(replace(longer, steps=16), progress=False, resume=True)
+    assert RunFolder(tmp_path / "run").config().extended_at == (8, 14)
+
+
+def test_a_kill_before_the_first_new_checkpoint_loses_nothing(data: Path, whole: Path, tmp_path: Path) -> None:
+    """The run then says in train.json that it is to be longer, and in its checkpoint that it is done."""
+    shutil.copytree(whole, tmp_path / "run")
+    longer = small_config(data, tmp_path / "run", steps=12)
+    RunFolder(tmp_path / "run").write_config(replace(longer, extended_at=(8,)))
+    train(RunFolder(tmp_path / "run").config(), progress=False, resume=True)
+    assert RunFolder(tmp_path / "run").config().extended_at == (8,)
+    assert RunFolder(tmp_path / "run").step == 12
+
+
+def test_what_else_may_not_change(data: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    for changes in ({"steps": 4}, {"steps": 14, "lr": 0.5}, {"steps": 14, "seed": 3}):
+        with pytest.raises(ValueError, match="was started with another config"):
+            train(small_config(data, tmp_path / "run", **changes), progress=False, resume=True)
+    assert_same_run(tmp_path / "run", whole)
+    config = small_config(data, tmp_path / "half")
+    with pytest.raises(Interrupted):
+        train(config, progress=False, stop=stop_after(3))
+    with pytest.raises(ValueError, match=r"More steps may be given once it is done, with 8"):
+        train(replace(config, steps=14), progress=False, resume=True)
 
 
 def test_resume_without_a_checkpoint_starts(data: Path, whole: Path, tmp_path: Path) -> None:

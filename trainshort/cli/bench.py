@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from trainshort.cli.stopping import on_stop
 
 EXAMPLES = """
   trainshort bench
@@ -54,20 +56,29 @@ class Flags:
 def run(flags: Flags) -> None:
     import torch
 
-    from trainshort.cli.shown import bench_table, print_table, waiting
+    from trainshort.cli.shown import bench_heading, bench_notes, bench_row, waiting
     from trainshort.data.files import write_json
     from trainshort.evaluation.evaluate import device_for
-    from trainshort.experiments.bench import about, measure
+    from trainshort.experiments.bench import WAYS, about, measure
 
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
     device = device_for(flags.device)
     dtype = getattr(torch, flags.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    records = []
-    for length in flags.lengths:
-        with waiting(f"{length:,} tokens"):
-            records.append(
-                measure(
+    records: list[dict[str, Any]] = []
+    shapes = f"{flags.heads} heads, head_dim {flags.head_dim}, {str(dtype).removeprefix('torch.')}"
+    what = "forward + backward" if flags.backward else "forward"
+    print(f"{what} in milliseconds, {shapes}, {about(device)}; beside trainshort torch with", flush=True)
+    print(bench_heading(WAYS[1:]), flush=True)
+
+    def left() -> str:
+        kept = f", and are in {flags.out}" if flags.out is not None and records else ""
+        return f"stopped; {len(records)} of {len(flags.lengths)} lengths were measured{kept}"
+
+    with on_stop(left):
+        for length in flags.lengths:
+            with waiting(f"{length:,} tokens"):
+                record = measure(
                     length,
                     batch=max(1, flags.tokens // length),
                     heads=flags.heads,
@@ -78,11 +89,9 @@ def run(flags: Flags) -> None:
                     seconds=flags.seconds,
                     dense=length <= flags.dense_up_to,
                 )
-            )
-    shapes = f"{flags.heads} heads, head_dim {flags.head_dim}, {str(dtype).removeprefix('torch.')}"
-    print_table(
-        bench_table(records, f"{'forward + backward' if flags.backward else 'forward'}, {shapes}, {about(device)}")
-    )
-    if flags.out is not None:
-        chosen = json.loads(json.dumps(asdict(flags), default=str))
-        write_json(flags.out, {"machine": about(device), "flags": chosen, "records": records})
+            records.append(record)
+            print(bench_row(record), flush=True)
+            if flags.out is not None:
+                chosen = json.loads(json.dumps(asdict(flags), default=str))
+                write_json(flags.out, {"machine": about(device), "flags": chosen, "records": records})
+    print("\n".join(bench_notes(records)))

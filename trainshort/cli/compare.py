@@ -7,10 +7,10 @@ learning rate. Without --data it uses the source of Python's standard library, w
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainshort.cli.stopping import on_stop
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.recipes import RECIPES
 
@@ -18,6 +18,7 @@ EXAMPLES = """
   trainshort compare                                            minutes on two cores, no files needed
   trainshort compare --recipe demo                              what `make demo` runs
   trainshort compare --data data --positions alibi rotary t5 sinusoidal --length 256 --steps 5000
+  trainshort compare --data data --import shape.py --positions shape alibi    a method of your own
   trainshort compare --data data --recipe figure1 --model small-124m      the paper's Figure 1
   trainshort compare --data data --positions alibi sinusoidal --length 128 256 --seeds 0 1 2
 """
@@ -43,23 +44,17 @@ class Flags(CompareConfig):
         return replace(RECIPES[recipe](**size), **given)
 
 
-def run(config: CompareConfig) -> int:
-    from trainshort.cli.shown import comparison_tables, evaluation_progress, print_table
-    from trainshort.experiments.compare import NAME, Watcher, compare
-    from trainshort.experiments.parallel import Stopped
+def run(config: CompareConfig) -> None:
+    from trainshort.cli.report import labels
+    from trainshort.cli.shown import comparison_tables, print_table, waiting
+    from trainshort.experiments.compare import NAME, compare
     from trainshort.report.build import build_report
-    from trainshort.training import Interrupted
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    try:
-        result = compare(config, Watcher(say=say, testing=evaluation_progress, progress=True))
-    except (Interrupted, Stopped) as stop:
-        say(f"stopped, and what is done is saved in {config.out}: the same command goes on from there")
-        return stop.status
+    result = compare(config)
     for table in comparison_tables(result):
         print_table(table)
-    print(f"runs and {NAME} are in {config.out}")
-    print(f"the report is {build_report([config.out], f'{config.out}/report').page}")
-    return 0
+    print(f"runs and {NAME} are in {config.out}", flush=True)
+    made = f"stopped; all runs are done: trainshort report {config.out} --out {config.out}/report makes the report"
+    with on_stop(lambda: made), waiting("drawing the report"):
+        page = build_report([config.out], f"{config.out}/report", names=labels()).page
+    print(f"the report is {page}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
@@ -20,6 +21,26 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def name_flags(text: str, fields: Iterable[str]) -> str:
+    """An error of the library as one of the command line: it names flags where the library names fields.
+
+    Both, as in `out (--out)`, become the flag. A name with an underscore is a field wherever it stands; one that is
+    a word too is one where it begins what is said, or is a factor. What is said of one position is of --positions.
+    """
+    fields = list(fields)
+    text = re.sub(r"\b[\w.]+ \((--[a-z][\w-]*(?: [A-Z][\w.]*)?)\)", r"\1", text)
+    for name in fields:
+        flag = "--" + name.replace("_", "-")
+        if "_" in name:
+            text = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./'\"])", flag, text)
+            continue
+        said = r"must|may|is for|names|needs|goes with|was"
+        one = name if name.removesuffix("s") in fields else name.removesuffix("s") + "s?"
+        text = re.sub(rf"(^|\(|[;:] ){one}(?= (?:{said})\b)", rf"\g<1>{flag}", text)
+        text = re.sub(rf"(?<![\w-]){name}(?= x )|(?<= x ){name}\b", flag, text)
+    return text
+
+
 def sentence(error: BaseException) -> str:
     """What happened, in one line without a traceback."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -30,6 +51,8 @@ def sentence(error: BaseException) -> str:
         return _of_the_system(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = " ".join(text.split())
+    if isinstance(error, KeyError) and " " not in text:  # a name alone says nothing
+        return f"there is no {text!r} where it was looked for: a file may be damaged (--debug shows where)"
     if isinstance(error, PLAIN) and type(error).__module__ == "builtins" and text:
         return text
     name = type(error).__name__

@@ -7,7 +7,9 @@ position in the window, speed, peak memory and, under ALiBi, what certified wind
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
 
 EXAMPLES = """
@@ -32,13 +34,31 @@ def run(flags: Flags) -> None:
     from trainshort.evaluation.runs import open_run
 
     opened = open_run(flags.run, flags.data)  # what is wrong with the folders shows before torch is there
-    from trainshort.cli.shown import evaluation_progress, evaluation_table, print_table
+    from trainshort.cli.shown import evaluation_table, print_table
     from trainshort.evaluation.evaluate import evaluate
+    from trainshort.evaluation.progress import evaluation_progress
+    from trainshort.evaluation.records import NAME
 
     values = {each.name: getattr(flags, each.name) for each in fields(EvaluateConfig)}
     if not flags.lengths:
         values["lengths"] = opened.usual_lengths()
     config = EvaluateConfig(**values)
-    with evaluation_progress(len(config.lengths)) as on_scored:
-        records = evaluate(opened.folder, opened.data, config, on_scored=on_scored)
+    done: list[int] = []
+
+    def left() -> str:
+        names = ", ".join(f"{length:,}" for length in done)
+        kept = f"{names} is done and in {opened.folder / NAME}" if done else "no length is done yet"
+        rest = " ".join(str(length) for length in config.lengths if length not in done)
+        tokens = "" if first is None else f" --tokens {first['end_token'] - first['first_token']}"
+        return f"stopped; {kept}; go on with --lengths {rest}{tokens} and the other flags as they were"
+
+    first: dict[str, Any] | None = None
+
+    def on_record(record: dict[str, Any]) -> None:
+        nonlocal first
+        first = first or record
+        done.append(record["length"])
+
+    with on_stop(left), evaluation_progress(len(config.lengths)) as on_scored:
+        records = evaluate(opened.folder, opened.data, config, on_scored=on_scored, on_record=on_record)
     print_table(evaluation_table(str(opened.folder), records))

@@ -73,6 +73,8 @@ def run(flags: Flags) -> None:
     if not prompt:
         raise ValueError("prompt must not be empty: this tokenizer has no token that a text could begin with")
     stream = Stream(tokenizer.decode)
+    if flags.max_new_tokens == 0:  # there is nothing to wait for
+        print(text, end="", flush=True)
 
     def show(column: torch.Tensor) -> None:
         if not stream.tokens:

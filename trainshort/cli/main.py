@@ -6,11 +6,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from types import ModuleType
 
 import trainshort
 from trainshort.cli.arguments import Parser, add_fields, read
-from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, sentence
+from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, name_flags, sentence
+from trainshort.cli.stopping import terminable
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -21,6 +23,7 @@ COMMANDS = {
     "bench": "attention on this machine, beside what torch offers",
     "report": "one page, figures and tables from the files of runs",
 }
+IMPORTING = ("train", "evaluate", "compare", "generate", "report")  # take --import
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table
   trainshort prepare book.txt --out data
@@ -45,11 +48,12 @@ def main(typed: Sequence[str] | None = None) -> int:
             nearest = did_you_mean(words[0], COMMANDS)
             raise UsageError(f"there is no command {words[0]!r}{nearest} (there are {', '.join(COMMANDS)})")
         name = f"trainshort {words[0]}"
-        return _run(words[0], words[1:])
+        with terminable(name):
+            return _run(words[0], words[1:])
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:  # training says more, and what signal it was
-        print(f"\n{name}: {str(stop) or 'stopped'}", file=sys.stderr)
+        print(f"\n{name}: {name_flags(str(stop), _fields(words)) or 'stopped'}", file=sys.stderr)
         return int(getattr(stop, "status", INTERRUPTED))
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,9 +62,17 @@ def main(typed: Sequence[str] | None = None) -> int:
         if debug:
             raise
         usage = isinstance(error, UsageError)
-        text = str(error) if usage else sentence(error)
+        text = str(error) if usage else name_flags(sentence(error), _fields(words))
         print(f"{name}: {text}" + (f" ({name} --help shows what there is)" if usage else ""), file=sys.stderr)
         return 2 if usage else 1
+
+
+def _fields(words: Sequence[str]) -> list[str]:
+    """Those of the command that are flags."""
+    if not words or words[0] not in COMMANDS:
+        return []
+    found = fields(_module(words[0]).Flags)
+    return [each.name for each in found if not {"hidden", "positional"} & each.metadata.keys()]
 
 
 def _without_command(words: list[str]) -> int:
@@ -84,7 +96,21 @@ def _run(name: str, words: list[str]) -> int:
     parser = Parser(f"trainshort {name}", (command.__doc__ or "").strip(), getattr(command, "EXAMPLES", ""))
     add_fields(parser, command.Flags)
     add_debug(parser)
+    if name in IMPORTING:
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="FILE.py",
+            help="run this file first: it makes a position method of your own known; may be given several times",
+        )
     flags = read(parser, command.Flags, words)
+    if name in IMPORTING and (files := parser.parse_args(words).imports):
+        from trainshort.positions import import_file
+
+        for file in files:
+            import_file(file)
     return int(command.run(flags) or 0)
 
 

@@ -6,6 +6,9 @@ default tokenizer is bytes, and a trained BPE works on bytes too. The text is st
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from trainshort.cli.stopping import on_stop
 from trainshort.data.config import PrepareConfig
 
 Flags = PrepareConfig
@@ -23,6 +26,12 @@ def run(config: PrepareConfig) -> int:
     from trainshort.data.dataset import TokenData
     from trainshort.data.prepare import prepare
 
-    folder = prepare(config)
+    def left() -> str:
+        if (Path(config.out) / "meta.json").exists():
+            return f"stopped; the data in {config.out} is whole and as it was before"
+        return f"stopped; {config.out} holds no data yet: the same command starts again from the beginning"
+
+    with on_stop(left):
+        folder = prepare(config)
     print(TokenData(folder).summary())
     return 0

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainshort.cli.stopping import on_stop
 
 EXAMPLES = """
   trainshort report runs/demo                                 what compare left there
   trainshort report runs/* --out report
+  trainshort report runs/own --import shape.py                its class says what the method is called
   trainshort report runs/alibi-256 runs/rotary-256 --title "Two methods" --dots 300
 """
 
@@ -33,10 +37,26 @@ class Flags:
             raise ValueError(f"dots must lie between 50 and 1200, got {self.dots}")
 
 
-def run(flags: Flags) -> None:
-    from trainshort.report.build import build_report
+def labels() -> dict[str, str]:
+    """What imported position methods want to be called. Reports need no torch: without imports it is not loaded."""
+    table = sys.modules.get("trainshort.positions.table")
+    methods = {} if table is None else table.POSITIONS
+    return {name: method.label for name, method in methods.items() if method.label is not None}
 
-    report = build_report(flags.runs, flags.out, title=flags.title, figures=flags.figures, dots=flags.dots)
+
+def run(flags: Flags) -> None:
+    from trainshort.cli.shown import waiting
+    from trainshort.report.build import PAGE, build_report
+
+    def left() -> str:
+        page = Path(flags.out) / PAGE
+        kept = f"{page} is as it was before" if page.exists() else "there is no page yet"
+        return f"stopped; {kept}: the same command makes it again from the files of the runs"
+
+    with on_stop(left), waiting("reading the runs and drawing figures"):
+        report = build_report(
+            flags.runs, flags.out, title=flags.title, names=labels(), figures=flags.figures, dots=flags.dots
+        )
     for problem in report.problems:
         print(problem, file=sys.stderr)
     runs = f"{report.runs} run" + ("" if report.runs == 1 else "s")

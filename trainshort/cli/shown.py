@@ -6,13 +6,15 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from trainshort.data.machine import LOADED, in_words
 
 Record = Mapping[str, Any]
 
@@ -37,28 +39,6 @@ def new_table(title: str, columns: Sequence[str], caption: str | None = None) ->
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place == 0 else "right")
     return table
-
-
-@contextlib.contextmanager
-def evaluation_progress(lengths: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Told of each length, the tokens newly scored at it, and how many there will be."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(compact=True),
-        console=console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        tasks: dict[int, Any] = {}
-
-        def on_scored(length: int, tokens: int, total: int) -> None:
-            if length not in tasks:
-                tasks[length] = progress.add_task(f"length {length:,} ({len(tasks) + 1} of {lengths})", total=total)
-            progress.update(tasks[length], advance=tokens)
-
-        yield on_scored
 
 
 @contextlib.contextmanager
@@ -99,7 +79,7 @@ def evaluation_table(title: str, records: Sequence[Record]) -> Table:
             number(record["perplexity"]),
             number(record["perplexity_per_word"]),
             number(record["bits_per_byte"]),
-            f"{record['tokens_per_second']:,.0f}",
+            f"{record['tokens_per_second']:,.0f}{'*' if is_loaded(record) else ''}",
             f"{record['peak_memory_bytes'] / 1e6:,.0f} MB",
             f"{mean_kept(record):.1%}" if "kept" in record else "–",
         )
@@ -118,7 +98,14 @@ def _scored(records: Sequence[Record]) -> str:
             notes.insert(
                 1, "kept: the part of all keys in sight that attention visits, the rest provably can't matter"
             )
+    notes += _loaded(done)
     return "\n".join(notes)
+
+
+def _loaded(records: Sequence[Record]) -> list[str]:
+    """What a star at a speed means, if there is one."""
+    shares = [record["waiting"] for record in records if is_loaded(record)]
+    return [f"*: measured{in_words(max(shares)).removeprefix(',')}"] if shares else []
 
 
 def mean_kept(record: Record) -> float:
@@ -127,80 +114,122 @@ def mean_kept(record: Record) -> float:
     return float(sum(every) / len(every))
 
 
-def bench_table(records: Sequence[Record], title: str) -> Table:
-    """Milliseconds, and how many times as fast ours is."""
-    others = [name for name in records[0]["ms"] if name != "trainshort"]
-    table = new_table(title, ["length", "kept", "trainshort", *(f"torch,\n{name}" for name in others)])
-    notes: dict[str, None] = {}
-    for record in records:
-        ours = record["ms"]["trainshort"]
-        cells = [f"{record['batch']} x {record['length']:,}", f"{record['kept']:.1%}", f"{ours:,.1f} ms"]
-        for name in others:
-            time = record["ms"][name]
-            cells.append("–" if time is None else f"{time:,.1f} ms\n{time / ours:.2f}x")
-            if time is None and name in record["why"]:
-                notes[f"–  {name}: {record['why'][name]}"] = None
-        table.add_row(*cells)
-    table.caption = "\n".join(
-        ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits", *notes]
+BENCH_WIDTHS = (11, 7, 11, 16)  # of length, kept, ours, each of the others: 80 columns in all
+
+
+def bench_heading(others: Sequence[str]) -> str:
+    first, second, third, rest = BENCH_WIDTHS
+    return f"{'length':>{first}}{'kept':>{second}}{'trainshort':>{third}}" + "".join(
+        f"{each:>{rest}}" for each in others
     )
-    return table
+
+
+def bench_row(record: Record) -> str:
+    """Milliseconds, and how many times as fast ours is."""
+    first, second, third, rest = BENCH_WIDTHS
+    ours = record["ms"]["trainshort"]
+    shape = f"{record['batch']} x {record['length']:,}"
+    row = f"{shape:>{first}}{record['kept']:>{second}.1%}{ours:>{third},.1f}"
+    for name, time in record["ms"].items():
+        if name != "trainshort":
+            row += f"{'–' if time is None else f'{time:,.1f} {time / ours:.2f}x':>{rest}}"
+    return row + ("  loaded" if is_loaded(record) else "")
+
+
+def bench_notes(records: Sequence[Record]) -> list[str]:
+    notes = ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits"]
+    for record in records:
+        notes += [f"–  {name}: {why}" for name, why in record["why"].items()]
+        if is_loaded(record):
+            notes.append(f"{record['length']:,}: measured{in_words(record['waiting']).removeprefix(',')}")
+    return list(dict.fromkeys(notes))
+
+
+def is_loaded(record: Record) -> bool:
+    return (record.get("waiting") or 0) > LOADED
 
 
 def comparison_tables(result: Record) -> list[Table]:
-    """For each training length a row a method: perplexity at every test length, and how far it is from the first."""
-    return [_comparison_table(result, length) for length in result["config"]["length"]]
+    """For each training length a row a method: perplexity at every test length, and how far it is from the first.
+
+    Of the test that was last asked for alone: what else the runs were tested on, the report shows.
+    """
+    return [_comparison_table(result, test) for test in result["tests"]]
 
 
-def _comparison_table(result: Record, trained: int) -> Table:
-    runs = [run for run in result["runs"] if run["length"] == trained]
+def _comparison_table(result: Record, test: Record) -> Table:
+    runs = [run for run in result["runs"] if run["length"] == test["trained"]]
     methods = list(dict.fromkeys(run["position"] for run in runs))
-    lengths = [record["length"] for record in runs[0]["records"]]
+    lengths = test["lengths"]
     table = new_table(
-        f"perplexity per token, trained at {trained:,}, tested at",
-        [
-            "method",
-            *(f"{length:,}" for length in lengths),
-            "tokens/s",
-            "memory",
-            "kept",
-        ],
+        f"perplexity per token, trained at {test['trained']:,}, tested at",
+        ["method", *(f"{length:,}" for length in lengths), "tokens/s", "memory", "kept"],
     )
-    notes = []
+    notes: list[str] = []
+    counts = {}
     for method in methods:
         same = [run for run in runs if run["position"] == method]
-        by_length = [[run["records"][place] for run in same] for place in range(len(lengths))]
-        base = mean_of(by_length[0], "perplexity")
-        cells = [method]
-        for place, records in enumerate(by_length):
-            value = mean_of(records, "perplexity")
-            change = percent(value / base - 1) if value and base and place else ""
-            cells.append(f"{number(value)}\n{change}")
-            if value is None and "skipped" in records[0] and (note := f"–  {records[0]['skipped']}") not in notes:
-                notes.append(note)
-        last = by_length[-1]
-        speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
-        kept = [mean_kept(record) for record in last if "kept" in record]
-        cells.append("–" if speed is None else f"{speed:,.0f}")
-        cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
-        cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
-        table.add_row(*cells)
-    seeds = len(result["config"]["seeds"])
+        counts[method] = len(same)
+        table.add_row(method, *_comparison_cells(method, same, test, notes))
     last_column = f"percent: change from {lengths[0]:,}; speed, memory and keys kept at {lengths[-1]:,}"
-    table.caption = "\n".join(
-        [*_compared(runs), last_column, *([f"means of {seeds} seeds"] if seeds > 1 else []), *notes]
-    )
+    tested = [_tested_so(run, test, len(lengths) - 1) for run in runs]
+    notes += _loaded([record for record in tested if record is not None])
+    table.caption = "\n".join([*_compared(runs, test), last_column, *_seeds(counts), *dict.fromkeys(notes)])
     return table
 
 
-def _compared(runs: Sequence[Record]) -> list[str]:
+def _comparison_cells(method: str, runs: Sequence[Record], test: Record, notes: list[str]) -> list[str]:
+    """Means over the seeds of one method, where each of them was tested exactly so."""
+    by_length = []
+    for place, length in enumerate(test["lengths"]):
+        found = [_tested_so(run, test, place) for run in runs]
+        missing = [str(run["seed"]) for run, record in zip(runs, found, strict=True) if record is None]
+        if missing:
+            notes.append(
+                f"–  {method} at {length:,}: left out, seed {', '.join(missing)} was not tested like the rest"
+            )
+        by_length.append([] if missing else [record for record in found if record is not None])
+    base = mean_of(by_length[0], "perplexity")
+    cells = []
+    for place, records in enumerate(by_length):
+        value = mean_of(records, "perplexity")
+        change = percent(value / base - 1) if value and base and place else ""
+        cells.append(f"{number(value)}\n{change}")
+        notes += [f"–  {record['skipped']}" for record in records if "skipped" in record]
+    last = by_length[-1]
+    speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
+    kept = [mean_kept(record) for record in last if "kept" in record]
+    cells.append("–" if speed is None else f"{speed:,.0f}{'*' if any(map(is_loaded, last)) else ''}")
+    cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
+    cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
+    return cells
+
+
+def _tested_so(run: Record, test: Record, place: int) -> Record | None:
+    """The record of that test at its length number `place`."""
+    wanted = {name: test[name] for name in ("data", "split", "first_token", "end_token", "mode", "dtype")}
+    wanted |= {"length": test["lengths"][place], "stride": test["strides"][place]}
+    matching = (each for each in run["records"] if all(each.get(name) == value for name, value in wanted.items()))
+    return next(matching, None)
+
+
+def _seeds(counts: Mapping[str, int]) -> list[str]:
+    if len(set(counts.values())) > 1:
+        return ["means over seeds: " + ", ".join(f"{method} {count}" for method, count in counts.items())]
+    count = max(counts.values())
+    return [f"means of {count} seeds"] if count > 1 else []
+
+
+def _compared(runs: Sequence[Record], test: Record) -> list[str]:
     training = runs[0]["training"]
-    done = [record for run in runs for record in run["records"] if "skipped" not in record]
     rates = {run["position"]: run["lr"] for run in runs}
     same = len(set(rates.values())) == 1
     rate = f"learning rate {runs[0]['lr']:g}" if same else ", ".join(f"{name} {lr:g}" for name, lr in rates.items())
-    scored = [f"every figure is over the same {done[0]['scored_tokens']:,} tokens, each scored once"] if done else []
-    return [f"each trained on {training['tokens']:,} tokens, {rate}", *scored]
+    scored = test["end_token"] - test["first_token"]
+    return [
+        f"each trained on {training['tokens']:,} tokens, {rate}",
+        f"every figure is over the same {scored:,} tokens, each scored once",
+    ]
 
 
 def percent(change: float) -> str:
@@ -208,8 +237,8 @@ def percent(change: float) -> str:
 
 
 def mean_of(records: Sequence[Record], name: str) -> float | None:
-    """Over seeds; None where one of them has no such figure."""
+    """Over seeds; None where one of them has no such figure, or there are none."""
     values = [record.get(name) for record in records]
-    if any(value is None for value in values):
+    if not values or any(value is None for value in values):
         return None
     return float(sum(value for value in values if value is not None) / len(values))

@@ -2,24 +2,27 @@
 
 The run folder holds config.json, tokenizer.json and model.safetensors (trainshort.load reads them), train.json,
 metrics.jsonl and state/. Ctrl-C saves and stops; `--resume` goes on exactly where the last checkpoint was, with the
-settings of the run: it needs no other flag than --out.
+settings of the run: it needs no other flag than --out. With a larger `--steps` it goes on with a run that is done;
+from there on the learning rate is that of the longer run, and the run remembers where it was extended.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trainshort.cli.stopping import on_stop
 from trainshort.training.config import TrainConfig
 
 EXAMPLES = """
   trainshort train --data data --position alibi --length 512 --out runs/alibi-512
   trainshort train --out runs/alibi-512 --resume
+  trainshort train --out runs/alibi-512 --resume --steps 2000         more steps for a run that is done
   trainshort train --data data --out runs/wide --d-model 256 --num-layers 6 --set activation=silu gated=true
   trainshort train --data data --out runs/rope --position rotary --set position.base=500000
+  trainshort train --data data --out runs/own --import shape.py --position shape
   trainshort train --data data/wikitext --model paper-wikitext103 --batch-tokens 73728 --length 3072 \\
       --accumulation 8 --steps 286000 --out runs/paper
 """
@@ -60,7 +63,7 @@ class Flags(TrainConfig):
 
             run = RunFolder(self.out)
             if run.has_config or not self.data:
-                return replace(run.config(), **chosen)
+                return replace(run.config(), extended_at=(), **chosen)  # train() knows where
         if not self.data:
             raise ValueError(
                 "train needs --data, the folder that prepare wrote: trainshort prepare book.txt --out data"
@@ -68,18 +71,20 @@ class Flags(TrainConfig):
         return TrainConfig(**chosen)
 
 
-def run(flags: Flags) -> int:
+def run(flags: Flags) -> None:
     config = flags.config()
-    from trainshort.training.run import Interrupted
+    from trainshort.training.run import RunFolder
     from trainshort.training.train import train
 
-    try:
-        folder = train(config, resume=flags.resume)
-    except Interrupted as interruption:
-        print(interruption, file=sys.stderr)
-        return interruption.status
-    print(f"{folder}: done")
-    return 0
+    folder = RunFolder(config.out)
+    before = folder.step if flags.resume and folder.finished else None
+    began = f"stopped before the first step: the same command {'goes on' if flags.resume else 'starts again'}"
+    with on_stop(lambda: began):
+        train(config, resume=flags.resume)
+    if before == config.steps:
+        print(f"{folder}: was done already, with {before:,} steps; a larger --steps goes on")
+    else:
+        print(f"{folder}: done")
 
 
 def _options(settings: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -34,10 +34,15 @@ class PrepareConfig(Settings):
     )
     validation: tuple[str, ...] = field(
         default=(),
-        metadata={"help": "sources of the validation text, instead of a part of the others", "metavar": "SOURCE"},
+        metadata={
+            "help": "files or other sources to validate on, instead of documents drawn from the others; files named "
+            "here are not trained on, though they lie in a folder that is",
+            "metavar": "SOURCE",
+        },
     )
     validation_fraction: float = field(
-        default=0.05, metadata={"help": "the part kept for validation: whole documents where there are enough"}
+        default=0.05,
+        metadata={"help": "the part kept for validation: whole documents, drawn by the seed from all of the input"},
     )
     text_field: str = field(
         default="text", metadata={"help": "the field or column that holds the text in jsonl, parquet and hf: sources"}
@@ -71,7 +76,8 @@ class PrepareConfig(Settings):
             raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction}")
         if self.vocab is not None and self.tokenizer is not None:
             raise ValueError(
-                f"vocab {self.vocab} trains a tokenizer, and tokenizer {self.tokenizer!r} is one: give one of the two"
+                f"vocab (--vocab) {self.vocab} trains a tokenizer, and tokenizer (--tokenizer) {self.tokenizer!r} is "
+                "one: give one of the two"
             )
         if self.end_token is not None and self.tokenizer is None:
             raise ValueError("end_token goes with a tokenizer.json: give tokenizer too, or leave it out")

@@ -6,7 +6,6 @@ counts of adjacent spans add up to the count of both. The end of a document has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -62,22 +61,6 @@ class Counts:
             total_bytes += int(self.lengths[part].sum(dtype=np.int64))
             split_before = bool(splits[-1])
         return total_bytes, total_words
-
-
-def tail(lengths: Callable[[int, int], NDArray[np.integer]], total: int, wanted: int) -> int:
-    """The largest index such that the tokens from it on hold at least that many bytes.
-
-    lengths: gives the bytes of the tokens start..stop.
-    """
-    held, stop = 0, total
-    while stop > 0:
-        start = max(0, stop - AT_ONCE)
-        behind = np.cumsum(lengths(start, stop)[::-1], dtype=np.int64)
-        place = int(np.searchsorted(behind, wanted - held))
-        if place < len(behind):
-            return stop - 1 - place
-        held, stop = held + int(behind[-1]), start
-    return 0
 
 
 def _plain_bytes(tokens: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.bool_], int]:

@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainshort.data.counts import Counts
-from trainshort.data.files import read_json, sha256
-from trainshort.data.prepare import FORMAT, VERSION
+from trainshort.data.files import sha256
+from trainshort.data.meta import DTYPES, read_meta
+from trainshort.data.split import DOCUMENTS, NAMED, PASSAGES
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
+from trainshort.reading import file_size
 
 _HELP = "a folder of tokens is made by prepare: trainshort prepare book.txt --out data"
 
@@ -29,11 +31,9 @@ class TokenData:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder}: no such folder; {_HELP}")
-        path = self.folder / "meta.json"
-        self.meta: dict[str, Any] = read_json(path, _HELP)
-        if self.meta.get("format") != FORMAT or self.meta.get("version") != VERSION:
-            raise ValueError(f"{path}: not the meta.json of a prepared folder of version {VERSION}; {_HELP}")
-        self.tokens: NDArray[np.unsignedinteger] = self._map("tokens.bin", self.meta["dtype"], self.meta["tokens"])
+        self.meta: dict[str, Any] = read_meta(self.folder / "meta.json", _HELP)
+        dtype = DTYPES[self.meta["dtype"]]
+        self.tokens: NDArray[np.unsignedinteger] = self._map("tokens.bin", dtype, self.meta["tokens"])
         self.borders: NDArray[np.int64] = self._map("documents.bin", "<i8", self.meta["documents"] + 1)
 
     @property
@@ -60,7 +60,12 @@ class TokenData:
         start, end = self.range_of(split)
         first, stop = np.searchsorted(self.borders, [start, end], side="right")
         inner = self.borders[first:stop]
-        return np.unique(np.concatenate([[0], inner - start, [end - start]]))
+        borders = np.unique(np.concatenate([[0], inner - start, [end - start]]))
+        if borders[0] != 0 or borders[-1] != end - start:  # only where those in the file are not in their order
+            raise ValueError(
+                f"{self.folder / 'documents.bin'}: documents do not follow each other; run prepare again"
+            )
+        return borders
 
     @property
     def vocab_size(self) -> int:
@@ -78,11 +83,12 @@ class TokenData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = load_tokenizer(self.folder / "tokenizer.json", end_token=self.meta["config"]["end_token"])
-        if tokenizer.vocab_size != self.vocab_size:
+        tokenizer = load_tokenizer(self.folder / "tokenizer.json", end_token=self.meta["config"].get("end_token"))
+        if (tokenizer.vocab_size, tokenizer.end_id) != (self.vocab_size, self.end_id):
             raise ValueError(
-                f"{self.folder / 'tokenizer.json'} has {tokenizer.vocab_size} tokens, the data was made with "
-                f"{self.vocab_size}: it was changed since; run prepare again"
+                f"{self.folder / 'tokenizer.json'} has {tokenizer.vocab_size} tokens and ends documents with "
+                f"{tokenizer.end_id}, the data was made with {self.vocab_size} and {self.end_id}: it was changed "
+                "since; run prepare again"
             )
         return tokenizer
 
@@ -105,7 +111,13 @@ class TokenData:
             size, words = self._spans[start:end].sum(axis=0, dtype=np.int64)
             return int(size), int(words)
         before = int(self.tokens[start - 1]) if start else None
-        return self._counts.count(self.tokens[start:end], before)
+        try:
+            return self._counts.count(self.tokens[start:end], before)
+        except IndexError:
+            raise ValueError(
+                f"{self.folder / 'tokens.bin'} holds a token beyond its vocabulary of {self.vocab_size}: it is "
+                "damaged; run prepare again"
+            ) from None
 
     def verify(self) -> None:
         """Read all of it and compare with what prepare wrote."""
@@ -123,12 +135,26 @@ class TokenData:
                 f"  {name:<10} {split['tokens']:>14,} tokens  {split['bytes']:>14,} bytes  "
                 f"{split['words']:>12,} words  {split['documents']:>9,} documents"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._about_validation()])
+
+    def _about_validation(self) -> list[str]:
+        """How the validation text was chosen, and what was left out of the input."""
+        about, lines = self.meta.get("validation", {}), []
+        if about.get("how") in (DOCUMENTS, PASSAGES):
+            what = "whole documents" if about["how"] == DOCUMENTS else "passages of documents too long to take whole"
+            share = f"{about['share']:.1%} of the text ({about.get('asked') or 0:.1%} asked)"
+            lines.append(f"  validation: {what}, drawn from all of the input with seed {about.get('seed')}: {share}")
+        elif about.get("how") == NAMED:
+            lines.append("  validation: the sources that were named for it")
+        if self.meta.get("links_left_out"):
+            lines.append(f"  left out: links that lead out of their folder: {self.meta['links_left_out']:,}")
+        return lines
 
     @cached_property
     def _counts(self) -> Counts:
         table = self.tokenizer.token_bytes()
-        assert table is not None
+        if table is None:
+            raise ValueError(f"{self.folder / 'meta.json'}: spans is false, but this tokenizer needs them; {_HELP}")
         return Counts(table)
 
     @cached_property
@@ -139,9 +165,7 @@ class TokenData:
 
     def _map(self, name: str, dtype: str, count: int) -> NDArray[Any]:
         path = self.folder / name
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file; {_HELP}")
-        wanted, size = count * np.dtype(dtype).itemsize, path.stat().st_size
+        wanted, size = count * np.dtype(dtype).itemsize, file_size(path, _HELP)
         if size != wanted:
             raise ValueError(
                 f"{path} has {size:,} bytes, meta.json says {wanted:,}: it was cut or changed; run prepare again"

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainshort.data.counts import SPACE
+from trainshort.data.meta import DTYPES, dtype_name
 from trainshort.data.text import Part, small_pieces
 from trainshort.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from trainshort.tokenizer_json import package_errors
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+    return np.dtype(DTYPES[dtype_name(vocab_size)])
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) -> Encoded:
@@ -38,16 +40,17 @@ def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) 
     pieces: list[NDArray[np.unsignedinteger]] = []
     tables, ends, place = [], [], 0
     for part in parts:
-        if spans:
-            encoding = tokenizer.backend.encode(part.text, add_special_tokens=False)
-            pieces.append(np.array(encoding.ids, dtype=dtype))
-            tables.append(_spans(part, encoding.offsets))
-            place += len(pieces[-1])
-        else:
-            for text in small_pieces(part.text):  # an encoding takes a hundred times the memory of its text
-                (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+        with package_errors(tokenizer.where, "this tokenizer fails on a text"):
+            if spans:
+                encoding = tokenizer.backend.encode(part.text, add_special_tokens=False)
                 pieces.append(np.array(encoding.ids, dtype=dtype))
+                tables.append(_spans(part, encoding.offsets))
                 place += len(pieces[-1])
+            else:
+                for text in small_pieces(part.text):  # an encoding takes a hundred times the memory of its text
+                    (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=False)
+                    pieces.append(np.array(encoding.ids, dtype=dtype))
+                    place += len(pieces[-1])
         if part.last:
             pieces.append(np.array([tokenizer.end_id], dtype=dtype))
             place += 1

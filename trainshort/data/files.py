@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainshort.reading import file_size
+from trainshort.reading import read_json as read_json
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,19 +40,6 @@ def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The dict in a file of ours; `what` says what the file belongs to, for the errors."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; {what}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); {what}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: holds {type(values).__name__}, not a JSON object; {what}")
-    return values
-
-
 def push_to_disk(path: Path) -> None:
     """Until the disk has it: a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -63,6 +53,7 @@ def push_to_disk(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
+    file_size(path, "only files have a sha256")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

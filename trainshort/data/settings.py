@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Self
+
+from trainshort.reading import parse_json, shown
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
@@ -42,10 +44,12 @@ class Settings:
                 object.__setattr__(self, each.name, value)
             wanted = _KINDS.get(kind)
             if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
-                raise ValueError(f"{each.name} must be {declared}, got {value!r}")
+                raise ValueError(f"{each.name} must be {declared}, got {shown(value)}")
+            if kind == "int" and abs(value) >= 2**63:
+                raise ValueError(f"{each.name} must be a number of at most 63 bits, got {shown(value)}")
             if kind == "float":
-                if not math.isfinite(value):
-                    raise ValueError(f"{each.name} must be finite, got {value!r}")
+                if not abs(value) <= sys.float_info.max:  # also of whole numbers that no float can hold
+                    raise ValueError(f"{each.name} must be finite, got {shown(value)}")
                 object.__setattr__(self, each.name, float(value))
             self._check_metadata(each.name, value, each.metadata)
 
@@ -54,10 +58,10 @@ class Settings:
         choices, least = metadata.get("choices"), metadata.get("least")
         if choices is not None and value not in choices:
             raise ValueError(
-                f"{name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}"
+                f"{name} must be one of {', '.join(choices)}; got {shown(value)}{did_you_mean(value, choices)}"
             )
         if least is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value!r}")
+            raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would give it back."""
@@ -68,7 +72,7 @@ class Settings:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Strict: a field that does not exist is refused by name."""
         if not isinstance(values, Mapping):
-            raise ValueError(f"a {cls.__name__} is made of a dict of fields and values, got {values!r}")
+            raise ValueError(f"a {cls.__name__} is made of a dict of fields and values, got {shown(values)}")
         known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
         for name in values:
             if name not in known:
@@ -80,4 +84,4 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import re
 import sysconfig
@@ -20,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from trainshort.data.settings import did_you_mean
 from trainshort.data.text import BLOCK, Part, parts_of_documents, parts_of_text, parts_of_texts
+from trainshort.reading import parse_json, shown
 
 STDLIB = "stdlib"
 HF = "hf:"
@@ -31,6 +31,7 @@ TEXT = {
 ROWS = {".jsonl", ".ndjson", ".parquet"}
 GROWTH = {".gz": 4, ".xz": 5, ".bz2": 5, ".parquet": 3}  # a guess at how much larger the text is than the file
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+LONGEST_LINE = 64 * 2**20  # bytes of a row of JSON: it is in memory as bytes, as text and as what it holds
 WIKITEXT_START = r"^ = [^=\n][^\n]* = $"
 
 
@@ -64,10 +65,28 @@ class Sources:
 
     def __post_init__(self) -> None:
         self.start = _pattern(self.document_start)
+        self.links_left_out = 0  # that lead out of the folder they are in
         self.items = [item for name in self.names for item in self._find(name)]
-        self.sizes = [item.path.stat().st_size if item.path else 0 for item in self.items]
-        self.total = sum(self.sizes)  # bytes on the disk
-        self.done = 0  # of these, for the progress bar
+        self.done = 0  # bytes on the disk, for the progress bar
+        self.reading = ""  # the name of the item that the last part is from
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes on the disk by item."""
+        return [item.path.stat().st_size if item.path else 0 for item in self.items]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def leave_out(self, others: Sources) -> None:
+        """Drop the files that are also among the others, under whatever name."""
+        theirs = {item.path.resolve() for item in others.items if item.path}
+        self.items = [item for item in self.items if item.path is None or item.path.resolve() not in theirs]
+        if not self.items:
+            raise ValueError(
+                f"{' '.join(self.names)}: nothing is left to train on, since all of it is named for validation"
+            )
 
     @property
     def text_size(self) -> int:
@@ -80,7 +99,7 @@ class Sources:
     def parts(self) -> Iterator[Part]:
         self.done = 0
         for item, size in zip(self.items, self.sizes, strict=True):
-            before = self.done
+            before, self.reading = self.done, item.name
             yield from self._rows_of_hub(item.name) if item.path is None else self._read(item, before, size)
             self.done = before + size
 
@@ -99,17 +118,15 @@ class Sources:
         elif name == STDLIB and not Path(name).exists():
             yield from standard_library()
         elif (path := Path(name)).is_dir():
-            found = sorted(
-                each
-                for each in path.glob(self.pattern or "**/*")
-                if each.is_file() and (self.pattern is not None or _is_text(each, path))
-            )
+            found = self._files_in(path)
             if not found:
                 what = (
                     f"matches {self.pattern!r}"
                     if self.pattern
                     else "looks like text (.txt, .md, .jsonl, .parquet ...)"
                 )
+                if self.links_left_out:
+                    what += f" (links that lead out of it are not followed: {self.links_left_out})"
                 raise ValueError(f"{path}: no file in this folder {what}; name the files, or say which with pattern")
             yield from (Item(str(each), each) for each in found)
         elif path.exists():
@@ -117,6 +134,20 @@ class Sources:
         else:
             near = did_you_mean(path.name, _names(path.parent))
             raise FileNotFoundError(f"{name}: no such file or folder{near}")
+
+    def _files_in(self, folder: Path) -> list[Path]:
+        """The text files of a folder, each once, in their order. Links that lead out of it are not followed."""
+        root, seen, found = folder.resolve(), set(), []
+        for each in sorted(folder.glob(self.pattern or "**/*")):
+            if not each.is_file() or (self.pattern is None and not _is_text(each, folder)):
+                continue
+            target = each.resolve()
+            if not target.is_relative_to(root):
+                self.links_left_out += 1
+            elif target not in seen:
+                seen.add(target)
+                found.append(each)
+        return found
 
     def _read(self, item: Item, before: int, size: int) -> Iterator[Part]:
         assert item.path is not None
@@ -144,13 +175,21 @@ class Sources:
                 raise ValueError(f"{item.name}: not a whole {item.packing} file ({error}); get it again") from error
 
     def _rows_of_jsonl(self, stream: IO[bytes], name: str) -> Iterator[str]:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
+        number = 0
+        while line := stream.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise ValueError(
+                    f"{name}, line {number}: longer than {LONGEST_LINE:,} bytes, the most that one line may have; "
+                    "divide it, or give long texts as text files, which have no limit"
+                )
+            if line.isspace():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:  # also of bytes that are not UTF-8
-                raise ValueError(f"{name}, line {number}: not valid JSON ({error})") from error
+                raise ValueError(f"{name}, line {number}: not valid JSON ({error})") from None
+            del line  # the text of a long one need not be held twice
             yield self._text(row, f"{name}, line {number}")
 
     def _rows_of_parquet(self, path: Path, before: int, size: int) -> Iterator[Part]:
@@ -192,7 +231,7 @@ class Sources:
     def _text(self, row: Any, where: str) -> str:
         text = row.get(self.text_field) if isinstance(row, dict) else None
         if not isinstance(text, str):
-            fields = f"fields {', '.join(map(str, row))}" if isinstance(row, dict) else f"{type(row).__name__}"
+            fields = f"fields {shown(', '.join(row))[1:-1]}" if isinstance(row, dict) else f"{type(row).__name__}"
             raise ValueError(f"{where}: no text in field {self.text_field!r} (got {fields}): choose with text_field")
         if not text.isascii():
             try:

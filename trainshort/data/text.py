@@ -48,6 +48,10 @@ def parts_of_texts(texts: Iterable[str], start: re.Pattern[str]) -> Iterator[Par
         if len(held) >= BLOCK and (line := held.rfind("\n") + 1):  # a long document: give out what is known of it
             yield from _pieces(held[:line], first, ends=False)
             held, first, looked = held[line:], False, False
+        elif len(held) >= 2 * BLOCK:  # a long line too: what is left of it starts nothing
+            cut = _cut(held, BLOCK)
+            yield Part(held[:cut], first, False)
+            held, first = held[cut:], False
     documents, held = _split_lines(held, len(held), start, looked or first)
     for document in [*documents, held]:
         if document or not first:

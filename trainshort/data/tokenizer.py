@@ -12,9 +12,18 @@ from typing import Any, Protocol
 
 from trainshort.data.files import write_text
 from trainshort.data.settings import did_you_mean
+from trainshort.reading import parse_json
+from trainshort.tokenizer_json import package_errors, parse_tokenizer, read_tokenizer_text
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")
+LONGEST_WORD = 256  # characters, of a BPE that is trained here
+_SOME = f"{{1,{LONGEST_WORD}}}"
+# As GPT-2 has it: letters, digits or other signs with at most one space before them, or white space; but never long.
+WORDS = (
+    rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}{_SOME}| ?\p{{N}}{_SOME}| ?[^\s\p{{L}}\p{{N}}]{_SOME}"
+    rf"|\s{_SOME}(?!\S)|\s{_SOME}"
+)
 PROBES = ("Hello  world,\n\n\tit's 2024 \u00e9\u4e2d\U0001f642 x", "  a\r\n\x00\x1f\u00a0\u2028b ", "= 0.1 = \n")
 
 
@@ -96,15 +105,8 @@ class FileTokenizer:
     """A tokenizer of the package tokenizers. Text that looks like a special token is text all the same."""
 
     def __init__(self, text: str, *, where: str = "tokenizer.json", end_token: str | None = None) -> None:
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError as error:
-            raise RuntimeError(f"{where} needs the package tokenizers: pip install tokenizers") from error
-        try:
-            self.backend = Backend.from_str(text)
-        except Exception as error:  # the package raises bare Exceptions
-            raise ValueError(f"{where}: not a tokenizer of the package tokenizers ({error})") from error
-        self._text = text
+        self.backend = parse_tokenizer(text, where)
+        self._text, self.where = text, where
         self.backend.encode_special_tokens = True
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -118,11 +120,13 @@ class FileTokenizer:
         self.end_id: int | None = next((self._ids[name] for name in names if name in self._ids), None)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        with package_errors(self.where, "this tokenizer fails on a text"):
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [each for each in map(int, ids) if each != self.end_id]
-        return str(self.backend.decode(kept, skip_special_tokens=False))
+        with package_errors(self.where, "this tokenizer fails on tokens"):
+            return str(self.backend.decode(kept, skip_special_tokens=False))
 
     def token_bytes(self) -> list[bytes] | None:
         place = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -149,34 +153,35 @@ def load_tokenizer(path: str | Path, *, end_token: str | None = None) -> Tokeniz
     """The tokenizer in a tokenizer.json, or in the folder that holds one."""
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path}: no such file; a tokenizer is a tokenizer.json or a folder with one"
-        ) from None
-    return tokenizer_from_text(text, where=str(path), end_token=end_token)
+    return tokenizer_from_text(read_tokenizer_text(path), where=str(path), end_token=end_token)
 
 
 def tokenizer_from_text(text: str, *, where: str = "tokenizer.json", end_token: str | None = None) -> Tokenizer:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); a tokenizer is a tokenizer.json") from error
-    if values == ByteTokenizer().to_dict() and end_token in (None, END):
-        return ByteTokenizer()
+    if len(text) < 2**16 and end_token in (None, END):  # larger ones are never that of bytes
+        try:
+            values = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: not valid JSON ({error}); a tokenizer is a tokenizer.json") from None
+        if values == ByteTokenizer().to_dict():
+            return ByteTokenizer()
     return FileTokenizer(text, where=where, end_token=end_token)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE: every text round-trips. Uses all cores."""
+    """A byte-level BPE: every text round-trips. Uses all cores.
+
+    Words of more than LONGEST_WORD characters are cut, here and, since its file says so, wherever the tokenizer is
+    used: the time of training grows with the square of the longest word.
+    """
     try:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise RuntimeError("a BPE is trained by the package tokenizers: pip install tokenizers") from error
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, level])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,24 +15,6 @@ from trainshort.data.encode import Encoded
 
 KINDS = ("tokens", "documents", "spans")
 BLOCK = 2**22
-
-
-class FileSlices:
-    """A file of numbers, read a slice at a time: unlike a mapped file it never counts as memory of the process."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], stop: int, start: int = 0) -> None:
-        self.path, self.dtype, self.start, self.stop = path, dtype, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        first, last, _ = index.indices(len(self))
-        place = (self.start + first) * self.dtype.itemsize
-        return np.fromfile(self.path, dtype=self.dtype, count=max(0, last - first), offset=place)
-
-    def since(self, place: int) -> FileSlices:
-        return FileSlices(self.path, self.dtype, self.stop, self.start + place)
 
 
 class SplitWriter:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from trainshort.data.machine import Waiting
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
@@ -22,6 +25,7 @@ from trainshort.models import LanguageModel, load
 
 Progress = Callable[[int, int, int], None]  # length, newly scored tokens, all that will be
 WARM_UP = 256  # tokens, before anything is timed
+HASHED_AT_ONCE = 2**20  # tokens
 
 
 class Data(Protocol):
@@ -43,10 +47,22 @@ class Text:
     source: Data | None
     split: str
 
+    @cached_property
+    def identity(self) -> str:
+        """A name for exactly these data: their own, or one made of the tokens."""
+        named = getattr(self.source, "identity", None)
+        if named is not None:
+            return str(named)
+        digest = hashlib.sha256()
+        for start in range(0, len(self.tokens), HASHED_AT_ONCE):
+            digest.update(np.asarray(self.tokens[start : start + HASHED_AT_ONCE]).astype("<i8").tobytes())
+        return f"tokens {digest.hexdigest()}"
+
     @property
-    def identity(self) -> str | None:
-        """A name for exactly these data, where they have one."""
-        return getattr(self.source, "identity", None)
+    def folder(self) -> str | None:
+        """Where they came from, for people to read."""
+        folder = getattr(self.source, "folder", None)
+        return None if folder is None else str(folder)
 
     def counts(self, first: int, last: int) -> tuple[int | None, int | None]:
         """Words and bytes of the tokens that the places [first, last) predict."""
@@ -64,7 +80,8 @@ def evaluate(
     on_scored: Progress | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """One record for each length. With a run's folder, each is also put into its evaluation.json at once.
+    """One record for each length. With a run's folder, each is also put into its evaluation.json at once, where
+    records of other data, windows, tokens, weights and dtypes stay.
 
     data: TokenData, or an array of tokens, of which words and bytes are then not known. on_scored and on_record
     are told of progress.
@@ -90,6 +107,7 @@ def evaluate(
         for length in config.lengths:
             record = _at_length(network, text, config, length, (first, last), on_scored)
             if folder is not None and weights is not None:
+                record = {"model": weights} | record
                 add_record(folder, record, weights)
             records.append(record)
             if on_record is not None:
@@ -108,7 +126,7 @@ def device_for(name: str | None) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: torch finds no GPU here; leave --device out, or use cpu")
+        raise ValueError(f"device {name!r}: torch finds no GPU here; leave device (--device) out, or use cpu")
     return device
 
 
@@ -149,6 +167,8 @@ def _at_length(
         "first_token": first + 1,
         "end_token": last + 1,
         "data": text.identity,
+        "data_folder": text.folder,
+        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
     }
     limit = model.position.max_length
     if limit is not None and length > limit:
@@ -157,7 +177,7 @@ def _at_length(
     device = model.trunk.embedding.weight.device
     sums, counts = np.zeros(length), np.zeros(length, dtype=np.int64)
     fed = 0
-    begin = time.perf_counter()
+    begin, waiting = time.perf_counter(), Waiting()
     with peak_memory(device) as peak:
         for window, found in losses(
             model,
@@ -171,7 +191,7 @@ def _at_length(
             sums[here] += found.double().sum(0).cpu().numpy()
             counts[here] += len(found)
             fed += len(found) * window.size
-    seconds = time.perf_counter() - begin
+    seconds, share = time.perf_counter() - begin, waiting.share()
     scored = int(counts.sum())
     assert scored == last - first, "every token is scored exactly once"
     total = math.fsum(sums)
@@ -185,8 +205,8 @@ def _at_length(
         "tokens_per_second": round(scored / seconds, 1),
         "peak_memory_bytes": peak.bytes,
         "device": str(device),
-        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "waiting": share,
     }
     if config.kept:
         start = max(0, first) if first + length <= last else max(0, last - length)

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainshort.data import TokenData
 from trainshort.data.files import read_json
+from trainshort.reading import Fields, file_size
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 
@@ -22,13 +23,16 @@ class OpenedRun:
     def usual_lengths(self) -> tuple[int, ...]:
         """1 to 16 times the length it was trained at, as far as the data go."""
         if "length" not in self.training:
-            raise ValueError(f"{self.folder} does not say at which length it was trained: name some with --lengths")
-        trained = int(self.training["length"])
+            raise ValueError(
+                f"{self.folder} does not say at which length it was trained: name some with lengths (--lengths)"
+            )
+        advice = "name some with lengths (--lengths)"
+        trained = Fields(self.training, str(self.folder / "train.json"), advice).whole("length", 1)
         there = len(self.data.validation) - 1
         if there < trained:
             raise ValueError(
                 f"the validation text has {there + 1:,} tokens, fewer than the trained length {trained:,}: "
-                "name shorter ones with --lengths, or evaluate on other --data"
+                "name shorter ones with lengths (--lengths), or evaluate on other data (--data)"
             )
         return tuple(trained * multiple for multiple in MULTIPLES if trained * multiple <= there)
 
@@ -44,11 +48,11 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
     training = read_json(path, "evaluate takes a folder that train wrote") if path.exists() else {}
     if data is None:
         if "data" not in training:
-            raise ValueError(f"{folder} does not say on which data it was trained: name some with --data")
-        data = training["data"]
+            raise ValueError(f"{folder} does not say on which data it was trained: name some with data (--data)")
+        data = Fields(training, str(path), "name the data with data (--data)").text("data")
         if not Path(data).is_dir():
             raise FileNotFoundError(
-                f"{folder} was trained on {data}, which is not there from here: name it with --data"
+                f"{folder} was trained on {data}, which is not there from here: name it with data (--data)"
             )
     opened = TokenData(data)
     check_tokenizers(folder, Path(data))
@@ -58,8 +62,13 @@ def open_run(folder: str | Path, data: str | Path | None = None) -> OpenedRun:
 def check_tokenizers(run: Path, data: Path) -> None:
     """Refuse data whose tokens mean something else than the model's."""
     ours, theirs = run / "tokenizer.json", data / "tokenizer.json"
-    if ours.exists() and theirs.exists() and ours.read_bytes() != theirs.read_bytes():
+    both = ours.exists() and theirs.exists()
+    if both and (_size(ours) != _size(theirs) or ours.read_bytes() != theirs.read_bytes()):
         raise ValueError(
             f"{data} was prepared with another tokenizer than {run} was trained with: "
-            f"prepare it again with --tokenizer {ours}"
+            f"prepare it again with tokenizer (--tokenizer) {ours}"
         )
+
+
+def _size(path: Path) -> int:
+    return file_size(path, "a tokenizer is a tokenizer.json")

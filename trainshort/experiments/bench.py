@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.attention import alibi_attention, alibi_slopes, certified_windows
+from trainshort.data.machine import Waiting
 
 LEAST = 3  # times that each is measured
+WAYS = ("trainshort", "dense bias", "row bias", "no bias")
 
 
 def measure(
@@ -30,7 +32,10 @@ def measure(
     seconds: float,
     dense: bool,
 ) -> dict[str, Any]:
-    """Median milliseconds of each way, None for those that cannot run here, with the reason in `why`."""
+    """Median milliseconds of each way, None for those that cannot run here, with the reason in `why`.
+
+    waiting: the part of the time that threads waited for a core.
+    """
     torch.manual_seed(length)
     q, k, v = (
         torch.randn(batch, heads, length, head_dim, device=device).to(dtype).requires_grad_(backward)
@@ -60,16 +65,16 @@ def measure(
             if name == "trainshort":
                 raise
             why[name] = str(error).strip().splitlines()[0][:100]
-    begin = time.perf_counter()
+    begin, waiting = time.perf_counter(), Waiting()
     while len(times["trainshort"]) < LEAST or time.perf_counter() - begin < seconds:
         for name, found in times.items():
             found.append(_milliseconds(calls[name], device))
+    share = waiting.share()
     windows = certified_windows(q.detach(), k.detach(), slopes)
     blocks = -(-length // 128)
     kept = int((windows[..., 1] - windows[..., 0]).sum()) / (batch * heads * blocks * (blocks + 1) / 2)
-    order = ("trainshort", "dense bias", "row bias", "no bias")
-    medians = {name: round(statistics.median(times[name]), 4) if name in times else None for name in order}
-    return {"length": length, "batch": batch, "kept": round(kept, 4), "ms": medians, "why": why}
+    medians = {name: round(statistics.median(times[name]), 4) if name in times else None for name in WAYS}
+    return {"length": length, "batch": batch, "kept": round(kept, 4), "ms": medians, "why": why, "waiting": share}
 
 
 def dense_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -1,75 +1,95 @@
 """Methods x lengths x seeds: each run in its own folder, what is done already is not done again.
 
-Leaves the runs, each with its evaluation.json, and comparison.json, which names them all with their records.
+Leaves the runs, each with its evaluation.json, and comparison.json, which names them all with their records and is
+extended when more methods, lengths, seeds or tests are compared into the same folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+import math
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import trainshort
 from trainshort.data import PrepareConfig, TokenData
-from trainshort.data.files import write_json
+from trainshort.data.machine import in_words
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.config import EvaluateConfig
-from trainshort.evaluation.evaluate import Progress, evaluate
-from trainshort.evaluation.records import Record, fingerprint, read_records
+from trainshort.evaluation.evaluate import evaluate
+from trainshort.evaluation.records import Record, fingerprint, key_of, read_records
 from trainshort.evaluation.windows import scored_span
+from trainshort.experiments.comparison import NAME as NAME
+from trainshort.experiments.comparison import Comparison, Entry, common_test
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
 from trainshort.experiments.samples import write_samples
+from trainshort.experiments.watching import QUIET, Planned, Remaining, Watcher
 from trainshort.positions import plain_options
 from trainshort.training import RunFolder, TrainConfig
 from trainshort.training.train import train
 
-FORMAT, VERSION = "trainshort comparison", 1
-NAME = "comparison.json"
+
+class Interrupted(KeyboardInterrupt):
+    """A comparison was asked to stop; says what is done. The same comparison goes on from there."""
+
+    def __init__(self, out: str, done: int, total: int, stop: KeyboardInterrupt) -> None:
+        saved = f" ({stop})" if str(stop) else ""
+        text = f"{out}: stopped with {done} of {total} runs trained and tested{saved}"
+        super().__init__(f"{text}; the same compare goes on from there")
+        self.status = int(getattr(stop, "status", 128 + signal.SIGINT))
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Told what happens; everything is optional."""
+def compare(config: CompareConfig, watcher: Watcher | None = None, *, progress: bool = True) -> dict[str, Any]:
+    """Train and test everything that is not there yet; returns what comparison.json holds, earlier runs included.
 
-    say: Callable[[str], None] = lambda text: None
-    testing: Callable[[int], AbstractContextManager[Progress | None]] = lambda lengths: nullcontext(None)
-    progress: bool = False  # show the bars of preparing and training
-
-
-def compare(config: CompareConfig, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train and test everything that is not there yet; returns what comparison.json holds."""
-    watcher = watcher or Watcher()
+    What happens is shown on stderr, or told to the watcher; progress=False: to nobody.
+    """
+    watcher = watcher or (Watcher() if progress else QUIET)
     for position in config.positions:
         plain_options(position, {})  # refuses unknown names before any work is done
-    out = Path(config.out)
     data = _data(config, watcher)
     _check_tests(config, data)
-    planned = [
-        (position, length, seed, config.training(str(data.folder), position, length, seed))
-        for position, length, seed in config.runs()
-    ]
-    for *_, training in planned:
+    trainings = [config.training(str(data.folder), *run) for run in config.runs()]
+    planned = [Planned(number, len(trainings), training) for number, training in enumerate(trainings, 1)]
+    for training in trainings:
         _refuse_another_run(training, data)
-    new = {training.out: training for *_, training in planned if not RunFolder(training.out).finished}
+    comparison = Comparison(config, data)
+    comparison.refuse_others(trainings)
+    done = 0
+    try:
+        for entry, records in _made(config, planned, data, watcher):
+            comparison.add(entry, records)
+            if (test := common_test(entry["length"], records)) not in comparison.tests:
+                comparison.tests.append(test)
+            comparison.write()
+            done += 1
+    except KeyboardInterrupt as stop:
+        raise Interrupted(config.out, done, len(planned), stop) from stop
+    return comparison.content()
+
+
+def _made(
+    config: CompareConfig, planned: list[Planned], data: TokenData, watcher: Watcher
+) -> Iterator[tuple[Entry, list[Record]]]:
+    """Every run, trained and tested."""
+    new = [run for run in planned if not RunFolder(run.folder).finished]
+    slow = new  # what takes time: training and testing, or the tests alone
     if config.jobs > 1 and len(new) > 1:
-        watcher.say(f"training {len(new)} runs, {config.jobs} at once")
-        train_all(list(new.values()), config.jobs, watcher.say)
-    runs: list[dict[str, Any]] = []
-    for number, (position, length, seed, training) in enumerate(planned, 1):
-        head = f"[{number}/{len(planned)}] {Path(training.out).name}"
-        summary = _trained(training, training.out in new, head, watcher)
-        records = _tested(training, config.evaluation(length), data, head, watcher)
-        write_samples(Path(training.out), data)
-        folder = Path(training.out).name
-        runs.append(
-            {"folder": folder, "position": position, "length": length, "seed": seed, "lr": training.lr}
-            | {"training": summary, "records": records}
-        )
-        write_json(out / NAME, _result(config, data, runs))
-    return _result(config, data, runs)
+        train_all(new, config.jobs, watcher)
+        slow = planned
+    remaining, tokens = Remaining(len(slow)), _tokens(config, data)
+    for run in planned:
+        training = run.training
+        head = f"{run.title}{remaining}"
+        summary = _trained(training, run in new, head, watcher)
+        test = replace(config.evaluation(training.length), tokens=tokens)
+        records = _tested(training, test, data, head, watcher)
+        write_samples(run.folder, data)
+        remaining.add(int(run in slow))
+        about = {"position": training.position, "length": training.length, "seed": training.seed, "lr": training.lr}
+        yield {"folder": run.folder.name} | about | {"config": training.to_dict(), "training": summary}, records
 
 
 def _data(config: CompareConfig, watcher: Watcher) -> TokenData:
@@ -88,6 +108,14 @@ def _check_tests(config: CompareConfig, data: TokenData) -> None:
         scored_span(len(data.validation), config.lengths_for(length), limit=config.test_tokens)
 
 
+def _tokens(config: CompareConfig, data: TokenData) -> int | None:
+    """How many to score: the same for all training lengths where the text has enough for whole windows of all."""
+    windows = math.lcm(*(max(config.lengths_for(length)) for length in config.length))
+    there = len(data.validation) - 1
+    there = there if config.test_tokens is None else min(there, config.test_tokens)
+    return there - there % windows or config.test_tokens
+
+
 def _refuse_another_run(training: TrainConfig, data: TokenData) -> None:
     run = RunFolder(training.out)
     if not run.has_config:
@@ -97,7 +125,8 @@ def _refuse_another_run(training: TrainConfig, data: TokenData) -> None:
         changed.append("it was trained on other data")
     if changed:
         raise ValueError(
-            f"{training.out} holds another run ({'; '.join(changed)}): choose another folder with --out, or remove it"
+            f"{training.out} holds another run ({'; '.join(changed)}): choose another folder with out (--out), or "
+            "remove it"
         )
 
 
@@ -111,8 +140,10 @@ def _trained(training: TrainConfig, new: bool, head: str, watcher: Watcher) -> d
     seconds, tokens = float(state["seconds"]), training.steps * training.batch_tokens
     speed = tokens / seconds if seconds else 0.0
     how = f"trained in {seconds:,.0f} s" if new else "trained already"
-    watcher.say(f"{head}: {how}, {tokens:,} tokens, {speed:,.0f} a second")
-    return {"seconds": seconds, "tokens": tokens, "tokens_per_second": round(speed, 1)} | state["environment"]
+    loaded = in_words(state.get("waiting"))
+    watcher.say(f"{head}: {how}, {tokens:,} tokens, {speed:,.0f} a second{loaded}")
+    figures = {"seconds": seconds, "tokens": tokens, "tokens_per_second": round(speed, 1)}
+    return figures | {"waiting": state.get("waiting")} | state["environment"]
 
 
 def _tested(
@@ -121,16 +152,12 @@ def _tested(
     """Evaluate the run at the lengths whose records are not there yet; all of its records for this test."""
     folder = Path(training.out)
     first, last = scored_span(len(data.validation), config.lengths, limit=config.tokens, lead=config.lead)
+    weights = fingerprint(folder / "model.safetensors")
+    test = (weights, data.identity, config.split, first + 1, last + 1, config.mode)
+    keys = {(*test, config.stride_of(length), length, config.dtype) for length in config.lengths}
 
     def wanted() -> dict[int, Record]:
-        return {
-            record["length"]: record
-            for record in read_records(folder, fingerprint(folder / "model.safetensors"))
-            if (record["mode"], record["stride"]) == (config.mode, config.stride_of(record["length"]))
-            and (record["first_token"], record["end_token"]) == (first + 1, last + 1)
-            and (record["split"], record["data"]) == (config.split, data.identity)
-            and record["length"] in config.lengths
-        }
+        return {record["length"]: record for record in read_records(folder, weights) if key_of(record) in keys}
 
     missing = tuple(length for length in config.lengths if length not in wanted())
     if missing:
@@ -139,15 +166,3 @@ def _tested(
             evaluate(folder, data, replace(config, lengths=missing, tokens=last - first), on_scored=on_scored)
     found = wanted()
     return [found[length] for length in config.lengths]
-
-
-def _result(config: CompareConfig, data: TokenData, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    about = {"folder": str(data.folder), "identity": data.identity, "sources": data.meta["config"]["sources"]}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "trainshort": trainshort.__version__,
-        "config": config.to_dict(),
-        "data": about | {"tokenizer": data.meta["tokenizer"], "splits": data.meta["splits"]},
-        "runs": runs,
-    }

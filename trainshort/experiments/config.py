@@ -27,7 +27,10 @@ class CompareConfig(Settings):
     )
     positions: tuple[str, ...] = field(
         default=("alibi", "rotary", "t5", "sinusoidal"),
-        metadata={"help": "position methods: any of alibi, sinusoidal, learned, rotary, t5, none", "metavar": "NAME"},
+        metadata={
+            "help": "position methods: alibi, sinusoidal, learned, rotary, t5, none, or your own (--import)",
+            "metavar": "NAME",
+        },
     )
     length: tuple[int, ...] = field(default=(128,), metadata={"help": "lengths to train at, one or more"})
     seeds: tuple[int, ...] = field(default=(0,), metadata={"help": "each method is trained once with each seed"})
@@ -154,5 +157,6 @@ class CompareConfig(Settings):
             mode=self.mode,
             stride=self.stride,
             tokens=self.test_tokens,
+            dtype="float32",  # of the weights, which training keeps so: a test in another is another test
             device=None if self.device == "auto" else self.device,
         )

@@ -1,25 +1,30 @@
 """Several runs trained at once, each in a process of its own with its share of the cores.
 
 Small models are trained faster by two processes with one thread each than by one with two. A stop is passed on: every
-run is saved before this ends. Methods that a script has registered are not known to the processes; train those one
-after the other.
+run is saved before this ends. The processes import the files with position methods that were imported here; methods
+that a script has put into the table by itself they can't know.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
+from trainshort.data.machine import cores
+from trainshort.experiments.watching import QUIET, Board, Planned, Watcher
+from trainshort.positions import import_file
+from trainshort.positions.imported import imported_files, origin_of
 from trainshort.training.config import TrainConfig
 from trainshort.training.run import Interrupted
 from trainshort.training.stopping import StopSignals
 
-Say = Callable[[str], None]
+STEP = "step: "  # a line of a process that says how far it is: step, loss, and whether it has begun there
+STEP_EVERY = 0.5  # seconds
 
 
 class Stopped(KeyboardInterrupt):
@@ -31,25 +36,30 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Process:
-    """One run being trained; what it writes to stderr goes to `say`, a line at a time."""
+    """One run being trained. What it writes to stderr is read line by line: progress, notes, and its error."""
 
-    def __init__(self, config: TrainConfig, threads: int, say: Say) -> None:
-        self.name, self.last_line = Path(config.out).name, ""
+    def __init__(self, run: Planned, threads: int, board: Board) -> None:
+        self.run, self.board, self.error = run, board, ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainshort.experiments.parallel", config.to_json()],
+            [sys.executable, "-m", "trainshort.experiments.parallel", run.training.to_json(), *imported_files()],
             stderr=subprocess.PIPE,
             text=True,
             env={"OMP_NUM_THREADS": str(threads), **os.environ},
         )
-        self.reader = threading.Thread(target=self._read, args=(say,), daemon=True)
+        self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
-    def _read(self, say: Say) -> None:
+    def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.last_line = line.strip()
-            if not self.last_line.startswith("error: "):
-                say(self.last_line)
+            if line.startswith(STEP):
+                step, loss, resumed = json.loads(line.removeprefix(STEP))
+                self.board.step(self.run, step, loss, resumed)
+            elif line.startswith("error: "):
+                self.error = line.removeprefix("error: ").strip()
+            else:
+                self.error = line.strip()  # the last words of what was killed
+                self.board.say(f"{self.run.title}: {self.error}")
 
     def end(self) -> int:
         """Ask it to save and stop if it still runs, and wait until it has."""
@@ -62,24 +72,32 @@ class _Process:
         return status
 
 
-def train_all(configs: Sequence[TrainConfig], jobs: int, say: Say) -> None:
+def train_all(runs: Sequence[Planned], jobs: int, watcher: Watcher = QUIET) -> None:
     """Train every run, up to `jobs` at once. The first error ends the others, saved."""
+    for run in runs:
+        _refuse_unknown_to_others(run.training.position)
+    watcher.say(f"training {len(runs)} runs, {jobs} at once")
     threads = max(1, cores() // jobs)
-    waiting, running = list(configs), list[_Process]()
+    waiting, running = list(runs), list[_Process]()
+    number = None
     try:
-        with StopSignals() as signals:
+        with StopSignals() as signals, Board(runs, watcher) as board:
             while waiting or running:
                 while waiting and len(running) < jobs:
-                    running.append(_Process(waiting.pop(0), threads, say))
+                    running.append(_Process(waiting.pop(0), threads, board))
                 for each in [each for each in running if each.process.poll() is not None]:
                     if each.end() and signals.received is None:
-                        raise RuntimeError(each.last_line.removeprefix("error: ") or f"training {each.name} failed")
+                        raise RuntimeError(each.error or f"training {each.run.folder} failed")
                     running.remove(each)
+                    if signals.received is None:
+                        board.finished(each.run)
                 if signals.received is not None:
-                    say("stopping: every run is being saved")
+                    board.say("stopping: every run is being saved")
                     break
                 time.sleep(0.05)
             number = signals.received
+            for each in running:
+                each.end()
     finally:
         for each in running:
             each.end()
@@ -87,17 +105,36 @@ def train_all(configs: Sequence[TrainConfig], jobs: int, say: Say) -> None:
         raise Stopped(number)
 
 
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _refuse_unknown_to_others(position: str) -> None:
+    module = (origin_of(position) or {}).get("module")
+    if module is not None:
+        raise ValueError(
+            f"position {position!r} was put into the table by {module}, which other processes don't import: train "
+            "one run at a time with jobs 1, or make it known with trainshort.positions.import_file (--import)"
+        )
+
+
+class _Reporter:
+    """Tells the parent how far a run is, now and then."""
+
+    def __init__(self) -> None:
+        self.last = -STEP_EVERY
+
+    def __call__(self, step: int, loss: float | None) -> None:
+        now = time.monotonic()
+        if loss is None or now - self.last >= STEP_EVERY:
+            self.last = now
+            print(STEP + json.dumps([step, loss or 0.0, loss is None]), file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    """The process of one run. Its config is the argument; errors are one line, as the command line has them."""
+    """The process of one run: its config, then the files to import. Errors are one line, as on the command line."""
     from trainshort.training.train import train
 
     try:
-        train(TrainConfig.from_json(sys.argv[1]), resume=True)
+        for path in sys.argv[2:]:
+            import_file(path)
+        train(TrainConfig.from_json(sys.argv[1]), resume=True, on_step=_Reporter())
     except Interrupted as stop:
         return stop.status
     except Exception as error:

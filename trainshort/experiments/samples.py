@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainshort.data import TokenData, load_tokenizer
-from trainshort.data.files import write_json
+from trainshort.data.files import read_json, write_json
 from trainshort.evaluation.evaluate import device_for
 from trainshort.evaluation.records import fingerprint
 from trainshort.models import LanguageModel, load
@@ -39,7 +38,6 @@ def write_samples(folder: Path, data: TokenData) -> None:
 
 def _weights_of(path: Path) -> Any:
     try:
-        found = json.loads(path.read_text())
+        return read_json(path, "compare writes it").get("weights")
     except (OSError, ValueError):
         return None
-    return found.get("weights") if isinstance(found, dict) else None

@@ -13,6 +13,7 @@ import torch
 
 from trainshort.positions import Shape, build_position, plain_options
 from trainshort.positions.options import LARGEST, is_finite, is_size
+from trainshort.reading import parse_json
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
@@ -169,4 +170,4 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text))

@@ -6,25 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from trainshort.positions.alibi import Alibi
-from trainshort.positions.learned import Learned
-from trainshort.positions.none import NoPosition
+from trainshort.positions.imported import import_file, installed, installed_names
 from trainshort.positions.options import check_options
 from trainshort.positions.position import Position, Shape
-from trainshort.positions.rotary import Rotary
-from trainshort.positions.sinusoidal import Sinusoidal
-from trainshort.positions.t5 import T5
+from trainshort.positions.table import OTHER_NAMES, POSITIONS
 
-__all__ = ["POSITIONS", "Position", "Shape", "build_position", "plain_options"]
-
-POSITIONS: dict[str, type[Position]] = {
-    "alibi": Alibi,
-    "sinusoidal": Sinusoidal,
-    "learned": Learned,
-    "rotary": Rotary,
-    "t5": T5,
-    "none": NoPosition,
-}
+__all__ = ["POSITIONS", "Position", "Shape", "build_position", "import_file", "is_known", "plain_options"]
 
 
 def build_position(name: str, shape: Shape, options: Mapping[str, Any]) -> Position:
@@ -37,10 +24,25 @@ def plain_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return check_options(name, _method(name), options)
 
 
+def is_known(name: str) -> bool:
+    """Whether there is a method of that name: ours, an imported one or one of an installed package."""
+    return name in POSITIONS or name in installed_names()
+
+
 def _method(name: str) -> type[Position]:
-    method = POSITIONS.get(name)
+    method = POSITIONS.get(name) or installed(name)
     if method is None:
-        near = difflib.get_close_matches(str(name).lower(), POSITIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"position must be one of {', '.join(POSITIONS)}; got {name!r}{hint}")
+        known = [*POSITIONS, *(each for each in installed_names() if each not in POSITIONS)]
+        raise ValueError(
+            f"position must be one of {', '.join(known)}; got {name!r}{_meant(name, known)} A method of your own is "
+            "made known by import_file (--import FILE.py)"
+        )
     return method
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """The end of the sentence: `; did you mean 'rotary'?` for what is near a name, or another name of it."""
+    plain = "".join(letter for letter in str(name).lower() if letter.isalnum())
+    near = difflib.get_close_matches(str(name).lower(), known, n=1) or difflib.get_close_matches(plain, known, n=1)
+    found = OTHER_NAMES.get(plain) or next(iter(near), None)
+    return "." if found is None else f"; did you mean {found!r}?"

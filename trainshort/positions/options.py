@@ -59,12 +59,25 @@ def check_options(name: str, method: type, options: Mapping[str, Any]) -> dict[s
         if option not in known:
             allowed = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"position {name!r} has no option {option!r}: {allowed}")
-        allowed, fits = KINDS[known[option].annotation]
+        allowed, fits = _kind(name, known[option])
         plain = _plain(value)
         if not fits(plain):
             raise ValueError(f"position {name!r}: option {option!r} must be {allowed}; got {value!r}")
         checked[option] = plain
     return checked
+
+
+def _kind(name: str, parameter: inspect.Parameter) -> tuple[str, Callable[[object], bool]]:
+    """What a parameter may be, however its annotation was written."""
+    annotation = parameter.annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = text.removeprefix("collections.abc.").removeprefix("typing.")
+    if text not in KINDS:
+        raise ValueError(
+            f"position {name!r}: the type of its option {parameter.name!r} must be one of {', '.join(KINDS)}, which "
+            f"a config can hold; the class has {'none' if annotation is inspect.Parameter.empty else text}"
+        )
+    return KINDS[text]
 
 
 def _plain(value: Any) -> Any:

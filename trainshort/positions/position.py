@@ -1,7 +1,7 @@
 """A position method is one object with three hooks, because every published method acts at one of three places.
 
 The model calls all three, always, and knows nothing else of positions. A new method is one new file with one
-subclass of `Position`, and one line in the table of `positions/__init__.py`.
+subclass of `Position`, and one line in `positions/table.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Position(nn.Module):
     """No position information at all; subclasses add theirs at one or more of the hooks."""
 
     max_length: int | None = None  # the longest sequence the method can represent; None: any
+    label: str | None = None  # what reports call it; None: the name it has in the table
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add to the token embeddings. x: [B, T, d_model]; positions: int64 [B or 1, T]."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trainshort
@@ -13,10 +14,12 @@ from trainshort.report import charts, head_charts
 from trainshort.report.charts import Chart
 from trainshort.report.heads import Seen, seen_by
 from trainshort.report.methods import Method, methods_of
-from trainshort.report.page import Content, page
-from trainshort.report.reading import Found, Run, number, read_runs, whole
-from trainshort.report.series import Protocols, curve, points, test_texts, tested_tokens
+from trainshort.report.page import Content, Listed, page
+from trainshort.report.reading import Found, Run, read_runs
+from trainshort.report.records import number, whole
+from trainshort.report.series import Protocols, curve
 from trainshort.report.tables import Table, extrapolation_table, latex_table, perplexities
+from trainshort.report.tested import NAMES, Tested, seeds_missing, tested
 from trainshort.report.text import clean
 
 PAGE = "report.html"
@@ -40,11 +43,18 @@ class Report:
 
 
 def build_report(
-    paths: Iterable[str | Path], out: str | Path, *, title: str | None = None, figures: bool = True, dots: int = 200
+    paths: Iterable[str | Path],
+    out: str | Path,
+    *,
+    title: str | None = None,
+    names: Mapping[str, str] | None = None,
+    figures: bool = True,
+    dots: int = 200,
 ) -> Report:
     """Read the runs at the paths and write the report into the folder `out`.
 
-    figures: also draw SVG and PNG files, the latter with `dots` to the inch.
+    names: what to call position methods that are not ours. figures: also draw SVG and PNG files, the latter with
+    `dots` to the inch.
     """
     paths = list(paths)
     found = read_runs(paths)
@@ -52,12 +62,12 @@ def build_report(
         named = "; ".join(f"{each.path}: {each.what}" for each in found.problems[:3])
         raise ValueError(f"there is no run to report on ({named or 'no paths were given'})")
     plotly = _plotly(figures)
-    content, text = _fitting(found, title, plotly)
-    charts_and_tables = content_of(found, title=title)  # in files nothing is left out
-    files = {f"tables/{each.name}.csv": each.table.csv.encode() for each in charts_and_tables.charts if each.table}
+    content, text = _fitting(found, title, names, plotly)
+    charts_and_tables = content_of(found, title=title, names=names)  # in files nothing is left out
+    files = {f"tables/{each.id}.csv": each.table.csv.encode() for each in charts_and_tables.charts if each.table}
     files["tables/runs.csv"] = content.about_runs.csv.encode()
-    if content.perplexities is not None:
-        files["tables/perplexity.tex"] = latex_table(content.perplexities, content.table_sentence).encode()
+    for listed in content.tables:
+        files[f"tables/perplexity{listed.suffix}.tex"] = latex_table(listed.perplexities, listed.sentence).encode()
     if figures:
         from trainshort.report.figures import drawn
 
@@ -71,34 +81,33 @@ def build_report(
     return Report(out / PAGE, written, len(found.runs), problems)
 
 
-def _fitting(found: Found, title: str | None, plotly: str) -> tuple[Content, str]:
+def _fitting(found: Found, title: str | None, names: Mapping[str, str] | None, plotly: str) -> tuple[Content, str]:
     """The page with as much in it as its limit allows."""
     for places in CURVE_PLACES:
-        content = content_of(found, title=title, places=places, complete=places == CURVE_PLACES[0])
+        content = content_of(found, title=title, names=names, places=places, complete=places == CURVE_PLACES[0])
         text = page(content, plotly)
         if len(text.encode("utf-8")) <= LARGEST_PAGE:
             break
     return content, text
 
 
-def content_of(found: Found, *, title: str | None, places: int = CURVE_PLACES[0], complete: bool = True) -> Content:
+def content_of(
+    found: Found,
+    *,
+    title: str | None,
+    names: Mapping[str, str] | None = None,
+    places: int = CURVE_PLACES[0],
+    complete: bool = True,
+) -> Content:
     """Everything that the page shows, as numbers and text; if not `complete`, without what takes most room."""
-    methods, protocols = methods_of(found.runs), Protocols(found.runs)
-    main = protocols.main
+    methods, tests = methods_of(found.runs, names), tested(found.runs)
     shown: list[Chart] = []
     missing: dict[str, str] = {}
-    table = None
-    sentence = ""
-    if main is not None:
-        how = _how(found.runs, main)
-        every_figure = extrapolation_table(methods, protocols, protocols.names)
-        shown.append(charts.extrapolation(methods, protocols, main, every_figure, how))
-        table = perplexities(methods, protocols, main)
-        sentence = (
-            f"Perplexity per token over {how}, by test length; below each its ratio to the value at the training "
-            "length L; the best of each length is marked."
-        )
-        shown += _tested_charts(found.runs, methods, protocols, main, missing, complete)
+    tables: list[Listed] = []
+    for test in tests:
+        drawn, listed = _of_test(test, methods, missing, complete)
+        shown += drawn
+        tables += [] if listed is None else [listed]
     limit = max(20, min(300, places // len(found.runs)))
     curves = [(method, each) for method in methods for run in method.runs if (each := curve(run, limit)) is not None]
     if curves:
@@ -106,10 +115,8 @@ def content_of(found: Found, *, title: str | None, places: int = CURVE_PLACES[0]
         shown.insert(before_cost, charts.training(curves))
     else:
         missing["Training curves"] = "No run has a metrics.jsonl that could be read."
-    shown = [chart for chart in shown if chart.views]
-    if not any(chart.name == "extrapolation" for chart in shown):
+    if not tables:
         missing["Train short, test long"] = "No run has perplexities: trainshort evaluate RUN makes them."
-        table = None
     if not any(run.samples for run in found.runs):
         missing["Samples"] = "No run has a samples.json, a list of objects with a prompt and a text."
     about = f"{len(found.runs)} {'run' if len(found.runs) == 1 else 'runs'} of {', '.join(m.label for m in methods)}"
@@ -120,46 +127,65 @@ def content_of(found: Found, *, title: str | None, places: int = CURVE_PLACES[0]
         methods=methods,
         runs=found.runs,
         problems=found.problems,
-        warnings=_warnings(found.runs, methods, complete),
+        warnings=_warnings(found.runs, methods, tests, complete),
         charts=shown,
-        perplexities=table,
-        table_sentence=sentence,
+        tables=tables,
         about_runs=runs_table(methods),
         missing=missing,
         with_configs=complete,
     )
 
 
-def _tested_charts(
-    runs: Sequence[Run],
-    methods: Sequence[Method],
-    protocols: Protocols,
-    main: str,
-    missing: dict[str, str],
-    complete: bool,
-) -> list[Chart]:
-    shown = []
+def _of_test(
+    test: Tested, methods: Sequence[Method], missing: dict[str, str], complete: bool
+) -> tuple[list[Chart], Listed | None]:
+    """The charts and the table of one test; what a reader may miss of the main one is put into `missing`."""
+    protocols = Protocols(test.runs)
+    main, here = protocols.main, test.methods(methods)
+    if main is None:
+        return [], None
+    on = f", on {test.name}" if test.name else ""
+    tokens = f"{test.tokens:,} tokens of {test.name}" if test.name else f"{test.tokens:,} tokens"
+    how = f"the same {tokens}, each scored once, in {main} windows"
+    every_figure = _with_test(extrapolation_table(here, protocols, protocols.names), test)
+    drawn = [charts.extrapolation(here, protocols, main, every_figure, how)]
     if len(protocols.names) > 1:
-        shown.append(
-            charts.against_sliding(methods, protocols, extrapolation_table(methods, protocols, protocols.names))
-        )
-    else:
+        drawn.append(charts.against_sliding(here, protocols, every_figure))
+    elif test.number == 1:
         other = "--mode sliding" if main == "nonoverlapping" else "--mode nonoverlapping"
         missing["Nonoverlapping against sliding windows"] = (
-            f"All runs were tested with {main} windows only: trainshort evaluate RUN {other} adds the others."
+            f"These tokens were scored in {main} windows only: trainshort evaluate RUN {other} --tokens "
+            f"{test.tokens} adds the others."
         )
-    lengths = {record["length"] for run in runs for record in run.records if protocols.of(record) == main}
-    shown.append(charts.by_position(methods, protocols, main, sorted(lengths)))
-    shown.append(charts.cost(methods, protocols, main, _machine(runs)))
+    lengths = {record["length"] for run in test.runs for record in run.records if protocols.of(record) == main}
+    drawn.append(charts.by_position(here, protocols, main, sorted(lengths)))
+    drawn.append(charts.cost(here, protocols, main, _machine(test.runs)))
+    drawn += _heads(here, protocols, main, complete)
+    drawn = [replace(chart, title=chart.title + on, suffix=test.suffix) for chart in drawn if chart.views]
+    if not any(chart.name == "extrapolation" for chart in drawn):
+        return drawn, None
+    sentence = (
+        f"Perplexity per token over {how}, by test length; below each its ratio to the value at the training "
+        "length L; the best of each length is marked."
+    )
+    table = perplexities(here, protocols, main)
+    return drawn, Listed(table, f"Perplexity by test length{on}", sentence, test.suffix)
+
+
+def _heads(methods: Sequence[Method], protocols: Protocols, main: str, complete: bool) -> list[Chart]:
     seen: list[Seen] = []
     for method in methods:
         found = seen_by(method, protocols, main)
         seen += found if complete else found[-1:]
-    if seen:
-        shown.append(head_charts.kept(seen))
-        bias = head_charts.bias(seen)
-        shown += [] if bias is None else [bias]
-    return shown
+    if not seen:
+        return []
+    bias = head_charts.bias(seen)
+    return [head_charts.kept(seen), *([] if bias is None else [bias])]
+
+
+def _with_test(table: Table, test: Tested) -> Table:
+    """With columns that say what was tested on, so that rows of several files can be told apart."""
+    return Table((*table.columns, *NAMES), tuple((*row, *test.key) for row in table.rows))
 
 
 def runs_table(methods: Sequence[Method]) -> Table:
@@ -185,14 +211,6 @@ def _text(value: object) -> str | None:
     return None if value is None else clean(str(value))
 
 
-def _how(runs: Sequence[Run], protocol: str) -> str:
-    """The scored text in words."""
-    counts = tested_tokens(runs)
-    if len(test_texts(runs)) == 1 and len(counts) == 1:
-        return f"the same {counts[0]:,} tokens, each scored once, in {protocol} windows"
-    return f"the tokens that each run was tested on, in {protocol} windows"
-
-
 def _machine(runs: Sequence[Run]) -> str:
     """Where evaluation ran, if it was one place."""
     names = ("device", "dtype", "threads")
@@ -205,26 +223,31 @@ def _machine(runs: Sequence[Run]) -> str:
     return f", on {device} in {dtype}" + (f" with {threads} threads" if device == "cpu" else "")
 
 
-def _warnings(runs: Sequence[Run], methods: Sequence[Method], complete: bool) -> list[str]:
+def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Tested], complete: bool) -> list[str]:
     warnings = []
-    if len(test_texts(runs)) > 1:
+    if len(tests) > 1:
+        names = "; ".join(each.name for each in tests)
         warnings.append(
-            "Not all figures are over the same tokens of the same data: compare runs only where their tests agree."
+            f"The runs were tested in {len(tests)} ways that can't be compared: {names}. Each has charts "
+            "and a table of its own, and no figure is over several of them."
         )
-    if len({run.data for run in runs if run.data is not None}) > 1:
-        warnings.append("The runs were trained on different data, which may have different tokens.")
-    protocols = Protocols(runs)
-    counts = {
-        each.seeds
-        for method in methods
-        for name in protocols.names
-        for each in points(method, protocols, name, "perplexity")
-        if each.mean is not None
-    }
-    if len(counts) > 1:
-        warnings.append(
-            "The methods have different numbers of seeds; tables and CSV files say how many each figure has."
-        )
+    for test in tests:
+        if missing := seeds_missing(methods, test):
+            on = f" on {test.name}" if test.name else ""
+            warnings.append(
+                f"Not all seeds were tested{on}, and means are over those that were: {'; '.join(missing)}."
+            )
+    trained: dict[str, list[str]] = {}
+    for run in runs:
+        if run.data is not None:
+            trained.setdefault(run.data, []).append(run.name)
+    if len(trained) > 1:
+        groups = "; ".join(", ".join(names) for names in trained.values())
+        warnings.append(f"The runs were trained on different data, which may have different tokens: {groups}.")
+    counts = {method.label: len(method.runs) for method in methods if any(run.records for run in method.runs)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{label} {count}" for label, count in counts.items())
+        warnings.append(f"The methods have different numbers of seeds: {listed}.")
     if not complete:
         warnings.append(
             "There is more than fits into this page: configs are left out, curves are coarse, and heads are shown at "
@@ -261,8 +284,9 @@ def _write(out: Path, files: dict[str, bytes]) -> list[Path]:
 
 def _remove_old(out: Path, files: dict[str, bytes]) -> None:
     """Files of an earlier report in the same folder that this one does not have; nothing else."""
-    ours = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "png")]
-    ours += [f"tables/{name}.csv" for name in TABLES] + ["tables/perplexity.tex"]
-    for name in ours:
-        if name not in files:
-            (out / name).unlink(missing_ok=True)
+    names = {"figures": (FIGURES, "svg|png"), "tables": ((*TABLES, "perplexity"), "csv|tex")}
+    for folder, (known, kinds) in names.items():
+        ours = re.compile(rf"({'|'.join(known)})(_\d+)?\.({kinds})")
+        for path in (out / folder).glob("*"):
+            if ours.fullmatch(path.name) and f"{folder}/{path.name}" not in files:
+                path.unlink(missing_ok=True)

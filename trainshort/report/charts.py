@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainshort.report.methods import Method
-from trainshort.report.series import Curve, Point, Protocols, loss_by_position, points
+from trainshort.report.records import number
+from trainshort.report.series import Curve, Point, Protocols, loss_by_position, points, records_at
 from trainshort.report.tables import Table
 
 Plot = dict[str, Any]
+LOADED = 0.1  # waiting for cores longer than this part of the time, a speed is not that of the machine
+MACHINE = ("device", "threads")  # speed and memory are means over runs that were tested on the same
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,10 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """name: of its element and of its files. sentence: what it shows and how it was measured."""
+    """name: what kind of chart it is; with the suffix of its test, `id` names its element and files.
+
+    sentence: what it shows and how it was measured.
+    """
 
     name: str
     title: str
@@ -35,6 +41,11 @@ class Chart:
     axes: str = ""  # those that the reader may switch between logarithmic and linear: "xy" or "x"
     listed: bool = True  # whether the page also has the table as text
     notes: list[str] = field(default_factory=list)
+    suffix: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.name + self.suffix
 
 
 def plotly_text(text: str) -> str:
@@ -79,6 +90,7 @@ def by_length(
     *,
     scale: float = 1.0,
     from_zero: bool = False,
+    alike: Sequence[str] = (),
 ) -> View | None:
     """A figure against the test length, one line a method; the training lengths are dotted lines."""
     traces, lengths = [], set[int]()
@@ -88,7 +100,7 @@ def by_length(
             Point(
                 each.length, each.mean * scale, None if each.deviation is None else each.deviation * scale, each.seeds
             )
-            for each in points(method, protocols, protocol, name)
+            for each in points(method, protocols, protocol, name, alike)
             if each.mean is not None
         ]
         if values:
@@ -225,15 +237,17 @@ def training(curves: Sequence[tuple[Method, Curve]]) -> Chart:
 def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: str) -> Chart:
     names = (("tokens_per_second", "scored tokens per second", 1.0), ("peak_memory_bytes", "peak memory in MB", 1e-6))
     views = [
-        by_length(methods, protocols, protocol, name, title, scale=scale, from_zero=True)
+        by_length(methods, protocols, protocol, name, title, scale=scale, from_zero=True, alike=MACHINE)
         for name, title, scale in names
     ]
-    columns = ("method", "windows", "tested_at", "tokens_per_second", "peak_memory_bytes", "seeds")
-    rows = []
+    columns = ("method", "windows", "tested_at", "tokens_per_second", "peak_memory_bytes", "seeds", "left_out")
+    rows, notes = [], list[str]()
     for method in methods:
-        speed, memory = (points(method, protocols, protocol, name) for name, _, _ in names)
+        speed, memory = (points(method, protocols, protocol, name, MACHINE) for name, _, _ in names)
         for one, other in zip(speed, memory, strict=True):
-            rows.append((method.label, protocol, one.length, one.mean, other.mean, one.seeds))
+            rows.append((method.label, protocol, one.length, one.mean, other.mean, one.seeds, one.skipped))
+        notes += [f"{method.label} at {each.length:,}: {each.skipped}" for each in speed if each.skipped]
+        notes += _loaded(method, protocols, protocol)
     return Chart(
         "cost",
         "Speed and memory by length",
@@ -242,7 +256,19 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         [view for view in views if view is not None],
         Table(columns, tuple(rows)),
         axes="xy",
+        notes=notes,
     )
+
+
+def _loaded(method: Method, protocols: Protocols, protocol: str) -> list[str]:
+    """Which speeds are not those of the machine, because others were using it."""
+    shares = {
+        length: max((number(each.get("waiting")) or 0.0 for each in records), default=0.0)
+        for length, records in records_at(method, protocols, protocol).items()
+    }
+    found = [f"{length:,} ({share:.0%})" for length, share in shares.items() if share > LOADED]
+    what = "measured on a loaded machine; in brackets the part of the time that threads waited for a core"
+    return [f"{method.label} at {', '.join(found)}: {what}."] if found else []
 
 
 def _trained_at(length: int) -> Plot:

@@ -32,7 +32,7 @@ STYLE: dict[Any, Any] = {
 def drawn(chart: Chart, dots: int) -> Iterator[tuple[str, bytes]]:
     """File names and contents: each view of the chart as SVG and PNG, but of heat maps the first of each kind."""
     for name, view in _chosen(chart):
-        yield from _rendered(name, view, dots)
+        yield from _rendered(name + chart.suffix, view, dots)
 
 
 def _chosen(chart: Chart) -> list[tuple[str, View]]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainshort.report.methods import Method
-from trainshort.report.reading import Run, mapping, number, whole
+from trainshort.report.reading import Run
+from trainshort.report.records import mapping, number, whole
 from trainshort.report.series import Protocols, records_at
 
 Grid = list[list[float]]  # [layers][heads]

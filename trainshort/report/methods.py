@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,11 @@ class Method:
         return [run.seed for run in self.runs if run.seed is not None]
 
 
-def methods_of(runs: list[Run]) -> list[Method]:
-    """In the order in which position methods come, shorter training lengths first."""
+def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[Method]:
+    """In the order in which position methods come, shorter training lengths first.
+
+    names: what to call position methods that are not ours.
+    """
     together: dict[str, list[Run]] = {}
     known = {run.data for run in runs if run.data is not None}
     for run in runs:  # where only one text is known, runs that cannot say theirs were trained on it
@@ -53,7 +57,7 @@ def methods_of(runs: list[Run]) -> list[Method]:
         together.setdefault(_key(run, data), []).append(run)
     positions = list(dict.fromkeys(run.position for run in runs))
     groups = sorted(together.values(), key=lambda group: (positions.index(group[0].position), group[0].length or 0))
-    labels = _labels(groups)
+    labels = _labels(groups, {**(names or {}), **NAMES})
     lengths = sorted({group[0].length or 0 for group in groups})
     colors = _colors(positions)
     used: dict[tuple[str, int | None], int] = {}
@@ -84,7 +88,8 @@ def _key(run: Run, data: str | None) -> str:
 
 
 def _telling(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.train.items() if key not in INCIDENTAL}
+    extended = set() if run.train.get("extended_at") else {"extended_at"}  # never extended, or older than the word
+    return {key: value for key, value in run.train.items() if key not in INCIDENTAL | extended}
 
 
 def _colors(positions: list[str]) -> dict[str, int]:
@@ -95,13 +100,13 @@ def _colors(positions: list[str]) -> dict[str, int]:
     return chosen | {name: free[place % len(free)] for place, name in enumerate(others)}
 
 
-def _labels(groups: list[list[Run]]) -> list[str]:
+def _labels(groups: list[list[Run]], names: Mapping[str, str]) -> list[str]:
     """The position method, then the training length and whatever else differs, where it does."""
     several = len({group[0].length for group in groups}) > 1
     labels = []
     for group in groups:
         run = group[0]
-        label = run.name if run.position == UNKNOWN else NAMES.get(run.position, run.position)
+        label = run.name if run.position == UNKNOWN else names.get(run.position, run.position)
         if several and run.length is not None:
             label += f", L = {run.length:,}"
         labels.append(label)

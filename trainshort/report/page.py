@@ -25,6 +25,16 @@ SAMPLE_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
+class Listed:
+    """The table of one test. It stands after the chart of that suffix; sentence: what it is of."""
+
+    perplexities: Perplexities
+    title: str
+    sentence: str
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
 class Content:
     """All that the page shows."""
 
@@ -35,8 +45,7 @@ class Content:
     problems: Sequence[Problem]
     warnings: Sequence[str]
     charts: Sequence[Chart]
-    perplexities: Perplexities | None
-    table_sentence: str
+    tables: Sequence[Listed]
     about_runs: Table
     missing: dict[str, str] = field(default_factory=dict)  # of charts that cannot be drawn: title to reason
     with_configs: bool = True
@@ -46,10 +55,10 @@ def page(content: Content, plotly: str) -> str:
     """The whole HTML; `plotly` is the text of plotly.js."""
     script = _script_text((ASSETS / "page.js").read_text(encoding="utf-8"))
     plotly = _script_text(plotly)
-    tables = {chart.name: chart.table.csv for chart in content.charts if chart.table is not None}
+    tables = {chart.id: chart.table.csv for chart in content.charts if chart.table is not None}
     tables["runs"] = content.about_runs.csv
     shown = [
-        {"name": chart.name, "views": [{"traces": each.traces, "layout": each.layout} for each in chart.views]}
+        {"name": chart.id, "views": [{"traces": each.traces, "layout": each.layout} for each in chart.views]}
         for chart in content.charts
     ]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))
@@ -101,12 +110,10 @@ def _sections(content: Content) -> list[tuple[str, str, str]]:
     """Name, title and inner HTML, in the order of the page."""
     sections = []
     for chart in content.charts:
-        sections.append((chart.name, chart.title, _figure(chart)))
-        if chart.name == "extrapolation" and content.perplexities is not None:
-            inner = f'<p class="quiet">{escaped(content.table_sentence)}</p>' + _perplexities(content.perplexities)
-            inner += "".join(f'<p class="quiet">– {escaped(note)}</p>' for note in content.perplexities.notes)
-            inner += _download("extrapolation", "Download all figures as CSV")
-            sections.append(("perplexities", "Perplexity by test length", inner))
+        sections.append((chart.id, chart.title, _figure(chart)))
+        for listed in content.tables:
+            if chart.name == "extrapolation" and chart.suffix == listed.suffix:
+                sections.append((f"perplexities{listed.suffix}", listed.title, _listed(listed)))
     for number, (title, reason) in enumerate(content.missing.items()):
         sections.append((f"missing-{number}", title, f'<p class="quiet">{escaped(reason)}</p>'))
     told = [run for run in content.runs if run.samples]
@@ -121,18 +128,24 @@ def _sections(content: Content) -> list[tuple[str, str, str]]:
     return sections
 
 
+def _listed(listed: Listed) -> str:
+    inner = f'<p class="quiet">{escaped(listed.sentence)}</p>' + _perplexities(listed)
+    inner += "".join(f'<p class="quiet">– {escaped(note)}</p>' for note in listed.perplexities.notes)
+    return inner + _download(f"extrapolation{listed.suffix}", "Download all figures as CSV")
+
+
 def _figure(chart: Chart) -> str:
     tools = ""
     if len(chart.views) > 1:
         options = "".join(
             f'<option value="{place}">{escaped(each.name)}</option>' for place, each in enumerate(chart.views)
         )
-        tools += f'<label>Show <select data-chart="{chart.name}" autocomplete="off">{options}</select></label>'
+        tools += f'<label>Show <select data-chart="{chart.id}" autocomplete="off">{options}</select></label>'
     for each in chart.axes:
-        tools += f'<button type="button" data-chart="{chart.name}" data-axis="{each}">logarithmic {each}</button>'
+        tools += f'<button type="button" data-chart="{chart.id}" data-axis="{each}">logarithmic {each}</button>'
     text = ""
     if chart.table is not None:
-        tools += _download_button(chart.name, "CSV")
+        tools += _download_button(chart.id, "CSV")
         if chart.listed:
             text = (
                 f"<details><summary>The values as a table</summary>{table_html(chart.table, chart.title)}</details>"
@@ -142,12 +155,13 @@ def _figure(chart: Chart) -> str:
     return (
         f"<figure><figcaption>{escaped(chart.sentence)}</figcaption>"
         f'<div class="tools" role="group" aria-label="{escaped(chart.title)}: what is shown">{tools}</div>'
-        f'<div class="chart" id="chart-{chart.name}" role="img" aria-label="{escaped(label)}"></div>'
+        f'<div class="chart" id="chart-{chart.id}" role="img" aria-label="{escaped(label)}"></div>'
         f"{notes}</figure>{text}"
     )
 
 
-def _perplexities(table: Perplexities) -> str:
+def _perplexities(listed: Listed) -> str:
+    table = listed.perplexities
     heads = "".join(f'<th scope="col">{length:,}</th>' for length in table.lengths)
     rows = []
     for method, cells in zip(table.methods, table.cells, strict=True):
@@ -155,8 +169,9 @@ def _perplexities(table: Perplexities) -> str:
         row = f'<th scope="row">{escaped(method.label)} {trained}</th>' + "".join(map(_cell, cells))
         rows.append(f"<tr>{row}</tr>")
     return _scroll(
-        "Perplexity by test length",
-        '<table id="perplexity-table"><caption class="hidden">Perplexity per token by test length</caption>'
+        listed.title,
+        f'<table id="perplexity-table{listed.suffix}">'
+        '<caption class="hidden">Perplexity per token by test length</caption>'
         f'<thead><tr><th scope="col" class="text">method</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>",
     )

@@ -6,20 +6,20 @@ stand in for folders that are not there any more.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainshort.data.files import sha256
+from trainshort.reading import is_plain_name, parse_json, read_text
+from trainshort.report.records import Values, cells, is_identified, mapping, whole, with_weights
 from trainshort.report.text import clean
 
-Values = dict[str, Any]
 RUN_FILES = ("train.json", "config.json", "evaluation.json", "metrics.jsonl")
 COMPARISON = "comparison.json"
 BESIDE = ("tokens.bin", "report.html")  # folders with these stand beside runs and need no word
-EVALUATION_VERSION = 1
+EVALUATION_VERSIONS = (1, 2)
 UNKNOWN = "unknown"
 LARGEST = 256 * 2**20  # bytes of a file that is read at all: nothing that a run writes comes near
 
@@ -81,25 +81,6 @@ class Found:
             self.problems.append(found)
 
 
-def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        value = float(value)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def mapping(value: Any) -> Values:
-    return value if isinstance(value, dict) else {}
-
-
 def read_runs(paths: Iterable[str | Path]) -> Found:
     """Every run at the paths, each once, in the order of the paths and of their names."""
     found, paths = Found(), list(paths)
@@ -130,7 +111,7 @@ def read_runs(paths: Iterable[str | Path]) -> Found:
         path = entry["comparison"]
         if resolved not in folders and (path.resolve() in asked or path.parent.resolve() in asked):
             found.problem(resolved, f"the folder is not there: its figures are taken from {path}")
-            found.runs.append(_from_comparison(resolved, entry))
+            found.runs.append(_from_comparison(resolved, entry, found))
     return found
 
 
@@ -170,7 +151,8 @@ def _run(folder: Path, compared: Values, found: Found) -> Run:
         run.train = started or {key: compared[key] for key in ("position", "length", "seed", "lr") if key in compared}
     run.metrics = _metrics(folder / "metrics.jsonl", found)
     run.records = _records(folder / "evaluation.json", run, found)
-    if not run.records and (kept := _valid_records(compared.get("records"), folder, found)):
+    path = folder / "evaluation.json"
+    if not run.records and (kept := _of_its_weights(_of_comparison(compared, folder, found), path, run, found)):
         found.problem(folder / "evaluation.json", f"its records are taken from {compared['comparison']}")
         run.records = kept
     run.samples = _samples(folder / "samples.json", found)
@@ -178,14 +160,22 @@ def _run(folder: Path, compared: Values, found: Found) -> Run:
     return run
 
 
-def _from_comparison(folder: Path, entry: Values) -> Run:
+def _from_comparison(folder: Path, entry: Values, found: Found) -> Run:
     run = Run(clean(folder.name), clean(str(folder)))
-    run.train = {key: entry[key] for key in ("position", "length", "seed", "lr") if key in entry}
-    run.records = _valid_records(entry.get("records"), folder, Found())
+    run.train = mapping(entry.get("config")) or {
+        key: entry[key] for key in ("position", "length", "seed", "lr") if key in entry
+    }
+    run.records = _of_comparison(entry, folder, found)
     environment = mapping(entry.get("training"))
     run.state = {"environment": environment, "seconds": environment.get("seconds")}
     run.trainshort = _version(entry)
     return run
+
+
+def _of_comparison(entry: Values, folder: Path, found: Found) -> list[Values]:
+    """Records of a run in comparison.json; the first such files did not repeat the weights in each."""
+    records = entry.get("records")
+    return _valid_records(with_weights("", records) if isinstance(records, list) else records, folder, found)
 
 
 def _version(entry: Values) -> str | None:
@@ -196,19 +186,17 @@ def _entries(content: Values) -> list[Values]:
     runs = content.get("runs")
     if not isinstance(runs, list):
         return []
-    return [each for each in runs if isinstance(each, dict) and isinstance(each.get("folder"), str)]
+    return [each for each in runs if isinstance(each, dict) and is_plain_name(each.get("folder"))]
 
 
 def _text(path: Path, found: Found, without: str) -> str | None:
     try:
-        if path.stat().st_size > LARGEST:
-            found.problem(path, f"larger than {LARGEST:,} bytes, so not read: {without}")
-            return None
-        return path.read_text(encoding="utf-8")
+        return read_text(path, without, largest=LARGEST)
     except FileNotFoundError:
         found.problem(path, f"missing: {without}")
-    except UnicodeDecodeError:
-        found.problem(path, f"damaged (not UTF-8): {without}")
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path}: ").removesuffix(f"; {without}")
+        found.problem(path, f"damaged ({reason[:200]}): {without}")
     except OSError as error:
         found.problem(path, f"cannot be read ({error.strerror}): {without}")
     return None
@@ -219,8 +207,8 @@ def _json(path: Path, found: Found, without: str) -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         found.problem(path, f"damaged (not valid JSON: {str(error)[:200]}): {without}")
         return None
 
@@ -237,8 +225,8 @@ def _metrics(path: Path, found: Found) -> list[Values]:
     rows, damaged = [], 0
     for line in (text or "").splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and whole(row.get("step")) is not None:
             rows.append(row)
@@ -250,30 +238,57 @@ def _metrics(path: Path, found: Found) -> list[Values]:
 
 
 def _records(path: Path, run: Run, found: Found) -> list[Values]:
+    """Those of the run's own weights; what else the file holds is named."""
     content = _object(path, found, "there are no perplexities of it; trainshort evaluate makes them")
-    if content and content.get("version") != EVALUATION_VERSION:
+    if not content:
+        return []
+    if content.get("version") not in EVALUATION_VERSIONS:
         found.problem(path, f"of version {content.get('version')!r}: shown as far as it is understood")
-    files = mapping(mapping(run.state.get("files")).get("model"))
-    weights, measured = files.get("sha256"), content.get("model")
-    if isinstance(weights, str) and isinstance(measured, str) and not weights.startswith(measured):
-        found.problem(path, "measured with other weights than those of the last checkpoint: evaluate again")
-    return _valid_records(content.get("records"), path, found) if content else []
+    records = content.get("records")
+    if isinstance(content.get("model"), str) and isinstance(records, list):
+        records = with_weights(content["model"], records)
+    return _of_its_weights(_valid_records(records, path, found), path, run, found)
+
+
+def _of_its_weights(records: list[Values], path: Path, run: Run, found: Found) -> list[Values]:
+    weights = _weights(path.parent, run, records)
+    if weights is None:
+        return records
+    mine = [each for each in records if each["model"] and weights.startswith(each["model"])]
+    if others := [each for each in records if not each["model"] or not weights.startswith(each["model"])]:
+        what = "left out, measured with other weights than the run has now; evaluate again"
+        found.problem(path, f"{cells(others)}: {what}")
+    return mine
+
+
+def _weights(folder: Path, run: Run, records: Sequence[Values]) -> str | None:
+    """The sha256 of the weights of a run; None where nobody asks, because all records are of the same."""
+    weights = mapping(mapping(run.state.get("files")).get("model")).get("sha256")
+    if isinstance(weights, str):
+        return weights
+    if len({each["model"] for each in records}) < 2 or not (folder / "model.safetensors").is_file():
+        return None
+    return sha256(folder / "model.safetensors")
 
 
 def _valid_records(records: Any, path: Path, found: Found) -> list[Values]:
-    """Those that say what they are of: a length, a mode and a stride."""
+    """Those that say what they are of: windows, tokens, data, dtype and weights."""
     if records is None:
         return []
     listed: Sequence[Any] = records if isinstance(records, list) else [records]
-    valid = []
+    valid, unknown = list[Values](), list[Values]()
     for each in listed:
         record = mapping(each)
         length, stride = whole(record.get("length")), whole(record.get("stride"))
-        if length is not None and length > 0 and record.get("mode") in ("nonoverlapping", "sliding"):
-            valid.append(record | {"stride": length if stride is None or stride < 1 else stride})
-    if len(valid) < len(listed):
-        left_out = len(listed) - len(valid)
-        found.problem(path, f"{left_out:,} of {len(listed):,} records are damaged and left out")
+        if length is None or length <= 0 or record.get("mode") not in ("nonoverlapping", "sliding"):
+            continue
+        record = record | {"stride": length if stride is None or stride < 1 else stride}
+        (valid if is_identified(record) else unknown).append(record)
+    if unknown:
+        what = "left out, the records do not say of which weights, data or tokens they are; evaluate again"
+        found.problem(path, f"{cells(unknown)}: {what}")
+    if damaged := len(listed) - len(valid) - len(unknown):
+        found.problem(path, f"{damaged:,} of {len(listed):,} records are damaged and left out")
     return valid
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainshort.report.methods import Method
-from trainshort.report.reading import Run, Values, mapping, number, whole
+from trainshort.report.reading import Run
+from trainshort.report.records import Values, mapping, number
 
 NONOVERLAPPING = "nonoverlapping"
 HALF = "sliding, stride L/2"
@@ -24,6 +25,7 @@ class Point:
     deviation: float | None
     seeds: int
     skipped: str | None = None
+    runs: tuple[str, ...] = ()  # the folders of those runs
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,27 @@ class Protocols:
 
 def records_at(method: Method, protocols: Protocols, protocol: str) -> dict[int, list[Values]]:
     """By length, one for each run that has it."""
-    found: dict[int, list[Values]] = {}
+    return {length: list(found.values()) for length, found in _by_run(method, protocols, protocol).items()}
+
+
+def _by_run(method: Method, protocols: Protocols, protocol: str) -> dict[int, dict[str, Values]]:
+    """By length, then by the folder of the run."""
+    found: dict[int, dict[str, Values]] = {}
     for run in method.runs:
-        seen = set()
         for record in run.records:
-            if protocols.of(record) == protocol and record["length"] not in seen:
-                seen.add(record["length"])
-                found.setdefault(record["length"], []).append(record)
+            if protocols.of(record) == protocol:
+                found.setdefault(record["length"], {}).setdefault(run.folder, record)
     return dict(sorted(found.items()))
 
 
-def points(method: Method, protocols: Protocols, protocol: str, name: str) -> list[Point]:
-    """A figure by test length. Where one seed has none, such as one that diverged, there is no mean either."""
+def points(method: Method, protocols: Protocols, protocol: str, name: str, alike: Sequence[str] = ()) -> list[Point]:
+    """A figure by test length. Where one seed has none, such as one that diverged, there is no mean either.
+
+    alike: fields of records that must agree between the runs for a mean to mean anything.
+    """
     found = []
-    for length, records in records_at(method, protocols, protocol).items():
+    for length, by_run in _by_run(method, protocols, protocol).items():
+        records = list(by_run.values())
         values = [number(record.get(name)) for record in records]
         known = [value for value in values if value is not None]
         if len(known) < len(values):
@@ -80,15 +89,24 @@ def points(method: Method, protocols: Protocols, protocol: str, name: str) -> li
             missing = f"{len(values) - len(known)} of {len(values)} runs have no figure"
             found.append(Point(length, None, None, len(known), reasons[0] if reasons else missing))
             continue
+        if len({tuple(str(record.get(each)) for each in alike) for record in records}) > 1:
+            found.append(Point(length, None, None, len(known), f"runs differ in {' or '.join(alike)}: no mean"))
+            continue
         deviation = statistics.stdev(known) if len(known) > 1 else None
-        found.append(Point(length, statistics.fmean(known), deviation, len(known)))
+        found.append(Point(length, statistics.fmean(known), deviation, len(known), runs=tuple(by_run)))
     return found
 
 
 def ratios(method: Method, values: Sequence[Point]) -> dict[int, float | None]:
-    """Each mean over the mean at the training length; None without one there."""
-    base = next((each.mean for each in values if each.length == method.length), None)
-    return {each.length: each.mean / base if each.mean is not None and base else None for each in values}
+    """Each mean over the mean at the training length; None without one there, or if that is of other runs."""
+    base = next((each for each in values if each.length == method.length and each.mean), None)
+
+    def ratio(each: Point) -> float | None:
+        if base is None or not base.mean or each.mean is None or each.runs != base.runs:
+            return None
+        return each.mean / base.mean
+
+    return {each.length: ratio(each) for each in values}
 
 
 def best_at(by_method: Sequence[Sequence[Point]]) -> dict[int, float]:
@@ -138,19 +156,3 @@ def curve(run: Run, limit: int) -> Curve | None:
         known = [seconds for _, seconds, _ in part if seconds is not None]
         times.append(round(statistics.fmean(known), 3) if known else None)
     return Curve(run, [round(step, 1) for step in steps], times, [round(each, 5) for each in losses], validation)
-
-
-def test_texts(runs: Iterable[Run]) -> set[tuple[object, ...]]:
-    """Which tokens of which data were scored: more than one entry means that figures are not of the same text."""
-    names = ("data", "split", "first_token", "end_token")
-    return {
-        tuple(str(record.get(name)) for name in names)
-        for run in runs
-        for record in run.records
-        if number(record.get("perplexity")) is not None
-    }
-
-
-def tested_tokens(runs: Iterable[Run]) -> list[int]:
-    counts = {whole(record.get("scored_tokens")) for run in runs for record in run.records}
-    return sorted(count for count in counts if count is not None)

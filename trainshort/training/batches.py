@@ -43,9 +43,10 @@ class Batches:
         seed: int = 0,
         borders: NDArray[np.int64] | None = None,
         end_id: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.tokens, self.length, self.seed = tokens, length, seed
-        self.borders, self.end_id = borders, end_id
+        self.borders, self.end_id, self.vocab_size = borders, end_id, vocab_size
         self.windows = (len(tokens) - 1) // length
         if self.windows < 1:
             raise ValueError(
@@ -72,6 +73,11 @@ class Batches:
     def batch(self, starts: list[int]) -> Batch:
         """The windows that start there: a row each, or all in one row with borders."""
         windows = np.stack([np.asarray(self.tokens[at : at + self.length + 1]) for at in starts]).astype(np.int64)
+        if self.vocab_size is not None and (highest := int(windows.max())) >= self.vocab_size:
+            raise ValueError(
+                f"the data has token {highest}, and its vocabulary ends at {self.vocab_size - 1}: it is damaged; run "
+                "prepare again"
+            )
         inputs, targets = torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
         if self.borders is None:
             return Batch(inputs, targets, None, targets.numel())

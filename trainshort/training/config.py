@@ -22,7 +22,9 @@ class TrainConfig(Settings):
     out: str = field(metadata={"help": "the run folder to write", "metavar": "FOLDER", **_FREE})
     position: str = field(
         default="alibi",
-        metadata={"help": "the position method: alibi, sinusoidal, learned, rotary, t5, none, or one of your own"},
+        metadata={
+            "help": "the position method: alibi, sinusoidal, learned, rotary, t5, none, or your own (--import)"
+        },
     )
     length: int = field(default=512, metadata={"help": "tokens in a training sequence", "least": 1})
     model: str = field(default="tiny", metadata={"help": "the recipe of the model's size", "choices": tuple(RECIPES)})
@@ -33,6 +35,7 @@ class TrainConfig(Settings):
     dropout: float | None = field(default=None, metadata={"help": "instead of the recipe's", "least": 0})
     model_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
     position_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
+    extended_at: tuple[int, ...] = field(default=(), metadata={"hidden": True})  # steps at which it was done before
     steps: int = field(default=1000, metadata={"help": "optimizer steps", "least": 1})
     batch_tokens: int = field(default=8192, metadata={"help": "tokens an optimizer step", "least": 1})
     accumulation: int = field(
@@ -88,6 +91,9 @@ class TrainConfig(Settings):
         self.check()
         for name in ("model_options", "position_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
+        object.__setattr__(self, "extended_at", tuple(self.extended_at))
+        if not all(isinstance(step, int) and 0 < step < self.steps for step in self.extended_at):
+            raise ValueError(f"extended_at must hold steps before the last, {self.steps}; got {self.extended_at}")
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
         for name in ("beta1", "beta2"):

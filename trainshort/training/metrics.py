@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainshort.data.files import write_text
+from trainshort.reading import is_whole, parse_json, read_text
+
+LARGEST = 2**30  # bytes: a run of five million logged steps
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -15,12 +18,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in read_text(path, "train writes it", largest=LARGEST).splitlines(keepends=True):
         try:
-            row = json.loads(line) if line.endswith("\n") else None
+            row = parse_json(line) if line.endswith("\n") else None
         except ValueError:
             row = None
-        if isinstance(row, dict):
+        if isinstance(row, dict) and is_whole(row.get("step")):
             rows.append(row)
     return rows
 
@@ -32,9 +35,7 @@ class Metrics:
         """after_step: the step that the run goes on from. Later lines are from a future that did not happen."""
         self.events = _events(folder, after_step) if tensorboard else None
         self.path = folder / "metrics.jsonl"
-        kept = (
-            [row for row in read_metrics(self.path) if row.get("step", 0) <= after_step] if self.path.exists() else []
-        )
+        kept = [row for row in read_metrics(self.path) if row["step"] <= after_step] if self.path.exists() else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file: IO[str] = self.path.open("a", encoding="utf-8")
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from trainshort.training.config import TrainConfig
 
+# What each optimizer remembers of a parameter.
+KEPT = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
+
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Of step 1, 2, ...: rises in a line through the warm-up, then falls with a cosine to final_lr of its peak."""
@@ -69,6 +72,10 @@ class Optimizer:
                     if value.dim() and value.shape != parameter.shape:
                         raise ValueError(f"{where}: {name!r} is {list(value.shape)}, not {list(parameter.shape)}")
                 taken |= found.keys()
+                keys = {name.removeprefix(prefix) for name in found}
+                if found and keys != KEPT[part]:
+                    wanted = ", ".join(sorted(KEPT[part]))
+                    raise ValueError(f"{where}: {prefix[:-1]!r} has {', '.join(sorted(keys))}, not {wanted}")
                 if found:
                     state[index] = {name.removeprefix(prefix): value for name, value in found.items()}
             groups = optimizer.state_dict()["param_groups"]

@@ -1,19 +1,39 @@
-"""A bar with step, loss, tokens a second and time left; in a log file it is a line now and then."""
+"""A bar with step, loss, tokens a second and time left; in a log file it is a line now and then.
+
+The speed is that of the last seconds, not since the start: what slows a run down shows at once.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any
 
-LINE_EVERY = 15.0  # seconds, where there is no terminal
+from trainshort.data.progress import Lines
+
+RECENT = 10.0  # seconds that the speed is taken over
+
+
+class Pace:
+    """Seconds a step over the last seconds, or over the last step where that took longer."""
+
+    def __init__(self, step: int, now: float) -> None:
+        self.seen = deque([(now, step)])
+
+    def add(self, step: int, now: float) -> float:
+        self.seen.append((now, step))
+        while len(self.seen) > 2 and now - self.seen[1][0] >= RECENT:
+            self.seen.popleft()
+        then, before = self.seen[0]
+        return (now - then) / max(1, step - before)
 
 
 class TrainProgress:
     def __init__(self, title: str, *, steps: int, start: int, tokens_a_step: int, show: bool) -> None:
         self.title, self.steps, self.start, self.tokens_a_step, self.show = title, steps, start, tokens_a_step, show
-        self.began = self.last_line = time.monotonic()
+        self.lines, self.pace = Lines(), Pace(start, time.monotonic())
         self.bar: Any = None
         self.task: Any = None
 
@@ -42,12 +62,11 @@ class TrainProgress:
     def update(self, step: int, loss: float) -> None:
         if not self.show:
             return
-        now = time.monotonic()
+        figures = self.figures(step, loss, self.pace.add(step, time.monotonic()))
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, figures=self.figures(step, loss, now))
-        elif now - self.last_line >= LINE_EVERY or step == self.steps:
-            self.last_line = now
-            print(f"{self.title}: step {step} of {self.steps}, {self.figures(step, loss, now)}", file=sys.stderr)
+            self.bar.update(self.task, completed=step, figures=figures)
+        elif self.lines.due() or step == self.steps:
+            print(f"{self.title}: step {step} of {self.steps}, {figures}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         if self.bar is not None:
@@ -55,8 +74,7 @@ class TrainProgress:
         elif self.show:
             print(text, file=sys.stderr)
 
-    def figures(self, step: int, loss: float, now: float) -> str:
-        pace = (now - self.began) / max(1, step - self.start)  # seconds a step
+    def figures(self, step: int, loss: float, pace: float) -> str:
         left = int(pace * (self.steps - step))
         hours, minutes = divmod(left // 60, 60)
         clock = f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes}:{left % 60:02}"

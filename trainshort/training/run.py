@@ -8,13 +8,15 @@ anywhere leaves either the old state.json with all of its files or the new one w
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainshort.data.files import free_space, is_full, read_json, remove_partials, replacing, sha256, write_json
+from trainshort.reading import Fields, file_size, is_plain_name, is_whole, shown
 from trainshort.training.config import TrainConfig
 
 FORMAT = "trainshort-run"
@@ -26,7 +28,8 @@ class Interrupted(KeyboardInterrupt):
     """A run was asked to stop, and has been saved."""
 
     def __init__(self, folder: Path, step: int, steps: int, number: int) -> None:
-        super().__init__(f"{folder}: stopped and saved at step {step} of {steps}; --resume goes on from there")
+        text = f"{folder}: stopped and saved at step {step} of {steps}"
+        super().__init__(f"{text}; resume (--resume) goes on from there")
         self.folder, self.step = folder, step
         self.status = 128 + number  # what shells expect of a program that a signal ended
 
@@ -77,15 +80,16 @@ class RunFolder:
         values = read_json(path, self._help)
         try:
             return TrainConfig.from_dict(values)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def started_with(self) -> TrainConfig | None:
         """The config that the run was started with, which nobody edits; None where there is no run yet."""
         if self.has_checkpoint:
+            config = self.state()["config"]
             try:
-                return TrainConfig.from_dict(self.state()["config"])
-            except (KeyError, ValueError) as error:
+                return TrainConfig.from_dict(config)
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"{self.state_file}: not a config of this trainshort ({error})") from error
         return self.config() if self.has_config else None
 
@@ -97,6 +101,7 @@ class RunFolder:
         state = read_json(self.state_file, self._help)
         if state.get("format") != FORMAT or state.get("version") != VERSION:
             raise ValueError(f"{self.state_file}: not the state of a run of version {VERSION}; {self._help}")
+        _check_state(Fields(state, str(self.state_file), "restore it from a copy, or start another run"))
         return state
 
     @contextlib.contextmanager
@@ -108,7 +113,7 @@ class RunFolder:
         except ImportError:  # not on Windows
             yield
             return
-        with (self.state_folder / "lock").open("w") as file:
+        with _lock_file(self.state_folder / "lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -119,11 +124,11 @@ class RunFolder:
                 yield
             finally:
                 if not self.has_config:  # nothing came of it
-                    self._leave_nothing(Path(file.name))
+                    self._leave_nothing(self.state_folder / "lock")
 
     def save(self, state: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Make this the checkpoint: all of it, or none of it and the one before stays."""
-        from safetensors.torch import save_file
+        from trainshort.models.checkpoints.weights import save_weights
 
         step = int(state["step"])
         names = {kind: f"{kind}-{step:08}.safetensors" for kind in (MODEL, OPTIMIZER)}
@@ -132,7 +137,7 @@ class RunFolder:
             for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
                 path = self.state_folder / names[kind]
                 with replacing(path) as partial:
-                    save_file(tensors, partial, metadata={"format": "pt"})
+                    save_weights(tensors, partial)
                     partial.chmod(0o644)  # safetensors makes files that only their owner can read
                     files[kind] = {"name": path.name, "size": partial.stat().st_size, "sha256": sha256(partial)}
             write_json(self.state_file, {"format": FORMAT, "version": VERSION, **state, "files": files})
@@ -157,7 +162,7 @@ class RunFolder:
             if is_full(error):
                 raise RuntimeError(
                     f"{target}: no space left on the disk, but the checkpoint is whole: free some "
-                    "space and go on with --resume"
+                    "space and go on with resume (--resume)"
                 ) from error
             raise
         self._remove_files_but_of_the_checkpoint()
@@ -181,11 +186,8 @@ class RunFolder:
             entry = state["files"][kind]
             path = paths[kind] = self.state_folder / entry["name"]
             advice = "restore it from a copy; nothing was changed"
-            if not path.exists():
-                raise FileNotFoundError(
-                    f"{path}: no such file, but the checkpoint of step {state['step']} needs it: {advice}"
-                )
-            if (size := path.stat().st_size) != entry["size"]:
+            needed = f"the checkpoint of step {state['step']} needs it: {advice}"
+            if (size := file_size(path, needed)) != entry["size"]:
                 raise ValueError(f"{path} has {size:,} bytes and should have {entry['size']:,}: it was cut; {advice}")
             if sha256(path) != entry["sha256"]:
                 raise ValueError(f"{path} has another sha256 than state.json says: it is damaged; {advice}")
@@ -213,5 +215,45 @@ class RunFolder:
         kept = f"the checkpoint of step {self.step} is whole" if self.has_checkpoint else "there is no checkpoint yet"
         return (
             f"{self.folder}: no space left on the disk for the checkpoint of step {step}, of {needed:,.0f} MB "
-            f"({free_space(self.folder)}); {kept}: free some space and go on with --resume"
+            f"({free_space(self.folder)}); {kept}: free some space and go on with resume (--resume)"
         )
+
+
+def _check_state(state: Fields) -> None:
+    """That every entry can be used: numbers against the run's own plan, and names that stay in the folder."""
+    config = state.object("config")
+    steps = config.whole("steps", 1)
+    step = state.whole("step")
+    if step > steps:
+        raise state.refuse(f"step has to be at most {steps:,}, the steps of the run; got {step:,}")
+    if state.flag("finished") != (step == steps):
+        raise state.refuse(f"finished is {state.flag('finished')} at step {step:,} of {steps:,}")
+    state.number("seconds")
+    state.object("environment")
+    data = state.object("data")
+    data.text("identity")
+    for name, about in data.object("files").values.items():
+        if not (isinstance(about, list) and len(about) == 2 and all(is_whole(each, 0, 2**63) for each in about)):
+            raise data.refuse(f"{shown(name)} has to have a size and a time, got {shown(about)}")
+    files = state.object("files")
+    for kind in (MODEL, OPTIMIZER):
+        entry = files.object(kind)
+        name = entry.text("name")
+        if not (is_plain_name(name) and name.startswith(f"{kind}-") and name.endswith(".safetensors")):
+            raise entry.refuse(
+                f"name has to be that of a file in the same folder, {kind}-N.safetensors; got {shown(name)}"
+            )
+        entry.whole("size")
+        entry.digest("sha256")
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    """Opened for writing and left as it is; a link is refused: what it leads to is not ours."""
+    try:
+        return os.fdopen(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "wb", buffering=0
+        )
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError(f"{path}: not a file of ours but a link, a folder or a pipe: remove it") from error
+        raise

@@ -12,6 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from trainshort.data.dataset import TokenData
-from trainshort.data.files import is_full
+from trainshort.data.files import is_full, read_json
+from trainshort.data.machine import Waiting
 from trainshort.models import LanguageModel, ModelConfig, save
-from trainshort.models.checkpoints.native import fill
+from trainshort.models.checkpoints.native import check_position
+from trainshort.models.checkpoints.weights import check_fits, fill, stored_tensors
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
@@ -32,14 +35,22 @@ from trainshort.training.stopping import StopSignals
 
 VERIFIED_AT_START = 2**32  # bytes: larger data is only read in full where it seems to have changed
 RANDOM = "random."
+OnStep = Callable[[int, float | None], None]
 
 
 def train(
-    config: TrainConfig, *, progress: bool = True, stop: Callable[[], bool] | None = None, resume: bool = False
+    config: TrainConfig,
+    *,
+    progress: bool = True,
+    stop: Callable[[], bool] | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
 ) -> Path:
     """Train, and return the run folder.
 
-    resume: go on from the checkpoint in config.out, or start where there is none; a run that is done stays as it is.
+    on_step: told of logged steps and their losses instead of a bar, and once, without a loss, of where it begins.
+    resume: go on from the checkpoint in config.out, or start where there is none. A run that is done stays as it is,
+    unless config.steps is larger than it was: then it goes on, and config.extended_at remembers where.
     stop: asked after each step. If it says True, and on Ctrl-C and SIGTERM, the run is saved; it raises Interrupted.
     """
     run = RunFolder(config.out)
@@ -48,20 +59,20 @@ def train(
             f"{run} holds a run already (step {run.step} of {run.config().steps}): go on with it with resume "
             "(--resume), or choose another folder with out (--out)"
         )
-    started = run.started_with() if resume else None
-    if started is not None and (changed := started.differences(config)):
-        raise ValueError(
-            f"{run} was started with another config: {'; '.join(changed)}. Go on without that, or start another run"
-        )
+    if resume and (started := run.started_with()) is not None:
+        config = _going_on(config, started, run)
     with run.locked(), StopSignals() as signals:
         device = _device(config.device)
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             trainer = _Trainer(config, run, device)
-            return trainer.train(progress, lambda: signals.received or _asked(stop))
+            trainer.on_step = on_step
+            return trainer.train(progress and on_step is None, lambda: signals.received or _asked(stop))
 
 
 class _Trainer:
+    on_step: OnStep | None = None
+
     def __init__(self, config: TrainConfig, run: RunFolder, device: torch.device) -> None:
         self.config, self.run, self.device = config, run, device
         self.data = TokenData(config.data)
@@ -74,25 +85,31 @@ class _Trainer:
             seed=config.seed,
             borders=self.data.borders_of("train") if apart else None,
             end_id=self.data.end_id if apart else None,
+            vocab_size=self.data.vocab_size,
         )
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(ModelConfig.from_dict(config.model_fields(self.data.vocab_size)))
+        if saved is not None and (path := run.folder / "config.json").exists():
+            check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
+        shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
+        if saved is not None:
+            check_fits(LanguageModel, shape, saved.model, str(run.state_file))
+        self.model = LanguageModel(shape)
         self.model.tokenizer = self.data.tokenizer
         self.model.to(device)
         self.optimizer = Optimizer(self.model, config)
-        self.step, self.seconds, self.note = 0, 0.0, ""
+        self.step, self.seconds, self.note, self.waiting = 0, 0.0, "", Waiting()
         if saved is None:
             self._start()
         else:
             self._go_on(saved)
         self.saved_step = self.step
-        self.began = time.monotonic() - self.seconds
+        self.began, self.waiting = time.monotonic() - self.seconds, Waiting()
         compiled = config.compile if config.compile is not None else device.type == "cuda"
         self.loss = torch.compile(self.model.loss) if compiled else self.model.loss
 
     def train(self, progress: bool, asked_to_stop: Callable[[], int | None]) -> Path:
         config = self.config
-        title = f"{config.position} {config.length}"
+        title = f"{config.position} at {config.length}, seed {config.seed}"
         bar = TrainProgress(
             title, steps=config.steps, start=self.step, tokens_a_step=config.batch_tokens, show=progress
         )
@@ -100,6 +117,8 @@ class _Trainer:
         with contextlib.closing(metrics), bar:
             if self.note:
                 bar.note(self.note)
+            if self.on_step is not None:
+                self.on_step(self.step, None)
             try:
                 while self.step < config.steps:
                     self._one_step(metrics, bar)
@@ -117,7 +136,7 @@ class _Trainer:
                     raise
                 raise RuntimeError(
                     f"{self.run}: no space left on the disk; the checkpoint of step {self.saved_step} is whole: free "
-                    "some space and go on with --resume"
+                    "some space and go on with resume (--resume)"
                 ) from error
         return self.run.folder
 
@@ -146,6 +165,8 @@ class _Trainer:
             row = {"step": step, "loss": float(total), "lr": lr, "gradient_norm": float(norm)}
             metrics.add({**row, "tokens": step * config.batch_tokens, "seconds": round(seconds, 3)})
             bar.update(step, row["loss"])
+            if self.on_step is not None:
+                self.on_step(step, row["loss"])
 
     def _sum(self, part: Batch) -> Tensor:
         part = part.to(self.device)
@@ -203,11 +224,20 @@ class _Trainer:
         random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
         state = {name: value for name, value in saved.optimizer.items() if name not in random}
         self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
-        torch.set_rng_state(random[f"{RANDOM}cpu"])
-        if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
-            torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        self._restore_random_numbers(random)
         self.run.write_config(self.config)  # paths and cadences may have changed
         self.run.publish()
+
+    def _restore_random_numbers(self, random: dict[str, Tensor]) -> None:
+        try:
+            torch.set_rng_state(random[f"{RANDOM}cpu"])
+            if self.device.type == "cuda" and f"{RANDOM}cuda" in random:
+                torch.cuda.set_rng_state(random[f"{RANDOM}cuda"], self.device)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{self.run}: the checkpoint holds no state of random numbers that torch reads ({error}): restore it "
+                "from a copy"
+            ) from error
 
     def _save(self) -> None:
         if self.run.has_checkpoint and self.run.step == self.step:
@@ -220,6 +250,7 @@ class _Trainer:
             "finished": self.step == self.config.steps,
             "sequences": self.step * self.config.sequences,
             "seconds": 0.0 if self.step == 0 else round(time.monotonic() - self.began, 3),
+            "waiting": self.waiting.share() if self.step else None,  # for cores: a loaded machine trains slowly
             "config": self.config.to_dict(),
             "data": {"identity": self.data.identity, "files": self.data_files},
             "environment": self._environment(),
@@ -249,6 +280,23 @@ class _Trainer:
         return now
 
 
+def _going_on(config: TrainConfig, started: TrainConfig, run: RunFolder) -> TrainConfig:
+    """The config that a run goes on with: the one it was started with, or, if it is done, one with more steps."""
+    config = replace(config, extended_at=started.extended_at)
+    done = run.has_checkpoint and run.step == started.steps
+    if done and config.steps > started.steps:
+        config = replace(config, extended_at=(*started.extended_at, started.steps))
+        started = replace(started, steps=config.steps, extended_at=config.extended_at)
+    if not (changed := started.differences(config)):
+        return config
+    more = ""
+    if config.steps > started.steps and not done:
+        more = f". More steps may be given once it is done, with {started.steps}"
+    raise ValueError(
+        f"{run} was started with another config: {'; '.join(changed)}. Go on without that, or start another run{more}"
+    )
+
+
 def _asked(stop: Callable[[], bool] | None) -> int | None:
     return signal.SIGINT if stop is not None and stop() else None
 
@@ -266,7 +314,4 @@ def _device(name: str) -> torch.device:
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Weights by name on the CPU, each tensor once, however often it is used."""
-    stored: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        stored.setdefault(id(tensor), (name, tensor))
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored.values()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}

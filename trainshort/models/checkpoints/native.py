@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
+from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors, take_dtypes
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
+from trainshort.positions import is_known
+from trainshort.positions.imported import how_to_import, origin_of
+from trainshort.reading import read_json
 
 FORMAT = "trainshort"
 VERSION = 1
@@ -40,17 +42,19 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
         raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    header = {
+    header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "kind": kind,
         "tokenizer": model.tokenizer is not None,
         "model": model.config.to_dict(),
     }
+    if (origin := origin_of(model.config.position)) is not None:
+        header["position_origin"] = origin  # for people to read: nothing is ever imported because of it
     stale = model.tokenizer is None and _holds_our_tokenizer(folder)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _stored(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}
     writers: dict[str, Callable[[Path], Any]] = {
-        "model.safetensors": lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+        "model.safetensors": lambda path: save_weights(tensors, path),
         "config.json": lambda path: path.write_text(json.dumps(header, indent=2) + "\n"),
     }
     if model.tokenizer is not None:
@@ -81,11 +85,11 @@ def _settle(path: Path) -> None:
 def _holds_our_tokenizer(folder: Path) -> bool:
     """Whether the folder's tokenizer.json was saved with a model, and so goes with it."""
     try:
-        header = json.loads((folder / "config.json").read_text())
+        header = read_json(folder / "config.json", "")
     except (OSError, ValueError):
         return False
     # The first saves did not say: for them a tokenizer is taken to be theirs.
-    return isinstance(header, dict) and is_native(header) and header.get("tokenizer") is not False
+    return is_native(header) and header.get("tokenizer") is not False
 
 
 def load(
@@ -97,58 +101,25 @@ def load(
         raise ValueError(f"{where}: version {header.get('version')!r} is not one this trainshort reads ({VERSION})")
     if header.get("kind") not in list(KINDS):
         raise ValueError(f"{where}: kind must be one of {', '.join(KINDS)}; got {header.get('kind')!r}")
+    if "model" not in header:
+        raise ValueError(f"{where}: model, the shape of the model, is missing")
+    check_position(where, header)
+    build, weights = KINDS[header["kind"]], folder / "model.safetensors"
     try:
-        model: Any = KINDS[header["kind"]](ModelConfig.from_dict(header["model"]))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        config = ModelConfig.from_dict(header["model"])
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
-    weights = folder / "model.safetensors"
-    _take_dtypes(model, weights)
+    check_fits(build, config, weights, str(where))
+    model: Any = build(config)
+    take_dtypes(model, weights)
     fill(model, weights)
     return model.to(dtype=dtype, device=device)
 
 
-def fill(model: nn.Module, path: Path) -> None:
-    """Copy every tensor of a safetensors file into the model: all of them, each of the right shape."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; a model folder holds config.json and model.safetensors")
-    wanted = _stored(model)
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if missing := sorted(wanted.keys() - names):
-                raise ValueError(f"{path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
-            if strange := sorted(names - wanted.keys()):
-                raise ValueError(f"{path}: tensor {strange[0]!r} is not in the model ({len(strange)} in all)")
-            with torch.no_grad():
-                for name, target in wanted.items():
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != target.shape:
-                        raise ValueError(
-                            f"{path}: tensor {name!r} is {list(tensor.shape)}, the config wants {list(target.shape)}"
-                        )
-                    target.copy_(tensor)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from error
-
-
-def _take_dtypes(model: nn.Module, path: Path) -> None:
-    """Give each tensor of the model the dtype that it has in a file, so that nothing is rounded on the way."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for name, tensor in _stored(model).items():
-                if name in names and (dtype := DTYPES.get(file.get_slice(name).get_dtype())) is not None:
-                    tensor.data = tensor.data.to(dtype)
-    except (OSError, SafetensorError):
-        return  # `fill` says what is wrong
-
-
-def _stored(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each tensor once, however often it is used."""
-    seen: set[int] = set()
-    stored = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            stored[name] = tensor
-    return stored
+def check_position(path: Path, header: dict[str, Any]) -> None:
+    """Refuse a model whose position method is not known here, and say where it came from."""
+    model = header.get("model")
+    name = model.get("position") if isinstance(model, dict) else None
+    origin = header.get("position_origin")
+    if isinstance(name, str) and origin is not None and not is_known(name):
+        raise ValueError(f"{path}: the position method {name[:100]!r} is not known here; {how_to_import(origin)}")

@@ -7,6 +7,11 @@
   const coarse = matchMedia("(pointer: coarse)");
   const hidden = new Set();
   const state = new Map(); // chart name -> { view, x, y }
+  // Nothing leaves the page: no button of plotly's own that sends a chart or its data anywhere.
+  const away = {
+    showSendToCloud: false, showEditInChartStudio: false, showLink: false, sendData: false, plotlyServerURL: "",
+    modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud", "sendDataToCloud", "editInChartStudio"],
+  };
   const element = (name) => document.getElementById("chart-" + name);
 
   function themed(chart, layout, listed) {
@@ -40,7 +45,7 @@
       ...(trace.texttemplate && narrow.matches && trace.x.length > 4 ? { texttemplate: "" } : {}),
     }));
     const listed = traces.filter((trace) => trace.showlegend !== false).length;
-    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+    const config = { responsive: true, displaylogo: false, ...away };
     return Plotly.react(element(chart.name), traces, themed(chart, view.layout, listed), config);
   }
 

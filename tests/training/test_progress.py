@@ -1,0 +1,44 @@
+"""The speed that is shown is the current one."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainshort.training import progress
+from trainshort.training.progress import Pace, TrainProgress
+
+
+def test_the_pace_is_that_of_the_last_seconds() -> None:
+    pace = Pace(0, 100.0)
+    now, found = 100.0, 0.0
+    for step in range(1, 101):  # a fast beginning: 0.1 s a step
+        now += 0.1
+        found = pace.add(step, now)
+    assert found == pytest.approx(0.1)
+    for step in range(101, 141):  # then slow: 0.5 s a step, for 20 s
+        now += 0.5
+        found = pace.add(step, now)
+    assert found == pytest.approx(0.5)  # since the start it would be 0.21
+
+
+def test_a_step_that_takes_longer_than_that_counts_alone() -> None:
+    pace = Pace(0, 0.0)
+    pace.add(1, 1.0)
+    assert pace.add(2, 61.0) == pytest.approx(60.0)
+    assert pace.add(3, 91.0) == pytest.approx(30.0)
+
+
+def test_the_line_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    bar = TrainProgress("alibi at 64, seed 1", steps=60, start=0, tokens_a_step=1000, show=True)
+    with bar:
+        for step in range(1, 31):
+            clock[0] += 0.1
+            bar.update(step, 3.0)
+        for step in range(31, 61):
+            clock[0] += 1.0
+            bar.update(step, 2.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("alibi at 64, seed 1: step 42 of 60, loss 2.0000, 1,000 tokens/s, 0:18 left")
+    assert lines[-1].startswith("alibi at 64, seed 1: step 60 of 60")

@@ -1,0 +1,87 @@
+"""Ctrl-C and SIGTERM: whatever a command is at, it says what is done and how to go on.
+
+SIGTERM raises where the program is, like Ctrl-C. Work inside a library (a tokenizer being trained) may keep Python
+from noticing for minutes, and who sends SIGTERM seldom waits that long: a thread then says it and ends the process.
+Nothing is lost by that, since files are put into place whole. Training notices both by itself, after the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from trainshort.cli.errors import INTERRUPTED
+
+GRACE = 5.0  # seconds that Python has to notice
+STATUS = 128 + signal.SIGTERM  # what shells expect of a program that a signal ended
+
+_told: list[Callable[[], str]] = []  # what is to be said at this moment, the innermost last
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what there is to say about it is the same as after Ctrl-C."""
+
+    status = STATUS
+
+
+class Stopped(KeyboardInterrupt):
+    """With what is done and how to go on."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@contextlib.contextmanager
+def on_stop(tell: Callable[[], str]) -> Iterator[None]:
+    """If this is stopped, say what is done and how to go on, unless who stopped has said it."""
+    _told.append(tell)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if str(stop):
+            raise
+        raise Stopped(tell(), int(getattr(stop, "status", INTERRUPTED))) from None
+    finally:
+        _told.pop()
+
+
+@contextlib.contextmanager
+def terminable(name: str) -> Iterator[None]:
+    """While this is open, SIGTERM raises Terminated. name: of the command, for what is said about it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noticed = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        noticed.set()
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # written to by the system, not by Python
+    watch = threading.Thread(target=_watch, args=(reading, stop, noticed, name), daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, before)
+        os.close(writing)  # ends the thread
+        watch.join()
+
+
+def _watch(reading: int, stop: object, noticed: threading.Event, name: str) -> None:
+    with open(reading, "rb", buffering=0) as signals:
+        while number := signals.read(1):
+            mine = number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is stop
+            if mine and not noticed.wait(GRACE):
+                text = _told[-1]() if _told else "stopped"
+                print(f"\n{name}: {text}", file=sys.stderr, flush=True)
+                os._exit(STATUS)

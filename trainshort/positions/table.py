@@ -1,0 +1,47 @@
+"""The table of position methods by name; those of files and installed packages are added to it."""
+
+from __future__ import annotations
+
+from trainshort.positions.alibi import Alibi
+from trainshort.positions.learned import Learned
+from trainshort.positions.none import NoPosition
+from trainshort.positions.position import Position
+from trainshort.positions.rotary import Rotary
+from trainshort.positions.sinusoidal import Sinusoidal
+from trainshort.positions.t5 import T5
+
+POSITIONS: dict[str, type[Position]] = {
+    "alibi": Alibi,
+    "sinusoidal": Sinusoidal,
+    "learned": Learned,
+    "rotary": Rotary,
+    "t5": T5,
+    "none": NoPosition,
+}
+BUILT_IN = dict(POSITIONS)
+
+# What else people call them.
+OTHER_NAMES = {
+    "rope": "rotary",
+    "roformer": "rotary",
+    "rotaryembedding": "rotary",
+    "sin": "sinusoidal",
+    "sine": "sinusoidal",
+    "sincos": "sinusoidal",
+    "fourier": "sinusoidal",
+    "absolute": "learned",
+    "learnable": "learned",
+    "embedding": "learned",
+    "gpt2": "learned",
+    "bert": "learned",
+    "relative": "t5",
+    "t5bias": "t5",
+    "buckets": "t5",
+    "nope": "none",
+    "no": "none",
+    "off": "none",
+    "linear": "alibi",
+    "linearbias": "alibi",
+    "bloom": "alibi",
+    "mpt": "alibi",
+}

@@ -1,0 +1,51 @@
+"""Values as files hold them, which may be anything, and records that say what they are of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from trainshort.reading import LARGEST_NUMBER, is_whole
+
+Values = dict[str, Any]
+
+
+def whole(value: Any) -> int | None:
+    return value if is_whole(value, -LARGEST_NUMBER) else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> Values:
+    return value if isinstance(value, dict) else {}
+
+
+def with_weights(model: str, records: list[Any]) -> list[Any]:
+    """Files of version 1 named the weights once, and no dtype where a length was skipped: that of the others is."""
+    dtypes = {str(each["dtype"]) for each in records if isinstance(each, dict) and "dtype" in each}
+    known = {"model": model} | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+    return [known | each if isinstance(each, dict) else each for each in records]
+
+
+def is_identified(record: Values) -> bool:
+    texts = all(isinstance(record.get(name), str) for name in ("model", "data", "split", "dtype"))
+    first, end = whole(record.get("first_token")), whole(record.get("end_token"))
+    return texts and first is not None and end is not None and 0 <= first < end
+
+
+def cells(records: Iterable[Values]) -> str:
+    """`nonoverlapping at 64, 128`, of a few records."""
+    lengths: dict[str, dict[int, None]] = {}
+    for each in records:
+        lengths.setdefault(each["mode"], {})[each["length"]] = None
+    return "; ".join(f"{mode} at {', '.join(f'{each:,}' for each in found)}" for mode, found in lengths.items())

@@ -1,0 +1,58 @@
+"""A tokenizer.json, read by the package tokenizers within limits: what it may not do is end the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainshort.reading import read_text, shown
+
+LARGEST = 256 * 2**20  # bytes of the file
+LARGEST_PADDING = 2**20  # tokens
+SPARE_IDS = 2**16  # that no token has, beside four for each token
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer in a file, as the package has it."""
+    return parse_tokenizer(read_tokenizer_text(path), str(path))
+
+
+def read_tokenizer_text(path: Path) -> str:
+    return read_text(path, "a tokenizer is a tokenizer.json or a folder with one", largest=LARGEST)
+
+
+def parse_tokenizer(text: str, where: str) -> Any:
+    """The tokenizer in a text, as the package has it; `where` names the text in errors."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise RuntimeError(f"{where} needs the package tokenizers: pip install tokenizers") from error
+    with package_errors(where, "not a tokenizer of the package tokenizers"):
+        backend = Tokenizer.from_str(text)
+        ids = backend.get_vocab(with_added_tokens=True)
+        padding = backend.padding or {}
+    highest = max(ids.values(), default=0)
+    if highest >= 4 * len(ids) + SPARE_IDS:
+        raise ValueError(
+            f"{where}: has {len(ids):,} tokens, and gives one of them the number {highest:,}: a model would need as "
+            "many rows; number the tokens from 0 on"
+        )
+    for name in ("length", "pad_to_multiple_of"):
+        if (padding.get(name) or 0) > LARGEST_PADDING:
+            raise ValueError(
+                f"{where}: pads texts to {padding[name]:,} tokens; at most {LARGEST_PADDING:,} are allowed"
+            )
+    return backend
+
+
+@contextmanager
+def package_errors(where: str, problem: str) -> Iterator[None]:
+    """What goes wrong in the package as a ValueError: bare Exceptions, and panics, which are not even those."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{where}: {problem} ({shown(' '.join(str(error).split()))})") from error
+        raise
