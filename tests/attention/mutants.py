@@ -5,8 +5,8 @@ package, makes the replacement, and runs the one check that the table names for 
 its own; the mutant is dead when that check fails with an AssertionError (or an ArithmeticError). A mutant that no
 input can kill says why it survives instead, and is not run.
 
-    python -m tests.attention.mutants cpu                                 all of a campaign
-    python -m tests.attention.mutants cpu NAME... [--checks CHECK...]     some of it, to see which checks kill it
+    python -m tests.attention.mutants cpu                               all of a campaign
+    python -m tests.attention.mutants cpu NAME... [--checks CHECK...]   some of it, to see which checks kill it
 
 A table is a text file, mutants_cpu.txt for one:
 
@@ -17,8 +17,9 @@ A table is a text file, mutants_cpu.txt for one:
     + what to put in its place
 
 with more than one @ where several edits belong together. To add mutants of the Triton kernels: write
-mutants_triton.txt (paths start with triton/) and a module with a dictionary `CHECKS` like tests/attention/bounds/, and
-add a line to `CAMPAIGNS`. Torch is imported once and the process forks for each mutant, so nothing here may import `trainshort`.
+mutants_triton.txt (paths start with triton/) and a module with a dictionary `CHECKS` like tests/attention/bounds/,
+and add a line to `CAMPAIGNS`. Torch is imported once and the process forks for each mutant, so nothing here may import
+`trainshort`.
 """
 
 from __future__ import annotations

@@ -143,6 +143,11 @@ def ingredients_large() -> None:
         for sees in (None, ("future",) * 3):
             ahead = replace(mirrored(gentle), causal=False, sees=sees, offset=1.0)
             Ingredients(ahead, 16).assert_on_the_right_side()
+    # Queries far behind the last key: the penalty has more digits than a float32.
+    beyond = replace(
+        by_heads([few(slope) for slope in (0.31, 0.37, 0.29, 0.41)]), tolerance=1e-9, query_start=100_003
+    )
+    Ingredients(beyond, 16).assert_on_the_right_side()
     # Keys that undo a steep penalty inside a block: every term of its sum is as large as the last.
     ramp = torch.arange(330, 0, -1).float()[:, None] * DIRECTION
     case = random_case(queries=330, dim=DIM, slopes=torch.tensor([100.0, 30.0, 7.0]), tolerance=1e-3, scale=1.0)
@@ -195,6 +200,10 @@ def ingredients_tiny() -> None:
     sizes = [(1e-25, 1e12, 1e13), (1e12, 1e-25, 1e13), (1e-22, 1e-18, 1e37)]
     for q_size, k_size, scale in sizes:
         _assert_tiny(q_size, k_size, scale)
+    for scale in (1e-40, 1.1e-42, 2.3e-43):  # a scale of which float32 holds a few bits
+        case = replace(layout("few", tolerance=1e-3), scale=scale)
+        case = replace(case, q=1e18 * case.q, k=1e22 * case.k)
+        Ingredients(replace(case, key_norms=case.k.double().norm(dim=-1)), 16).assert_on_the_right_side()
     try:  # where numbers below 2^-126 count as zero, squares are lost much earlier
         if torch.set_flush_denormal(True):
             _assert_tiny(5e-20, 1e12, 1e8)
