@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,9 @@ def _runs(choose: random.Random, length: int) -> dict[str, Any]:
     turns = torch.rand(shape, generator=generator) < 1.0 / choose.choice((3, 30, 100, 300))
     signs = 1.0 - 2.0 * (turns.long().cumsum(-1) % 2)
     lengths = 1.0 + choose.choice((0.0, 0.0, 0.5)) * torch.rand(shape, generator=generator)
-    k = (signs * lengths)[..., None] * direction + choose.choice((0.0, 0.0, 0.1)) * torch.randn((*shape, hostile.DIM))
+    k = (signs * lengths)[..., None] * direction + choose.choice((0.0, 0.0, 0.1)) * torch.randn(
+        (*shape, hostile.DIM), generator=generator
+    )
     sizes = choose.choice((1.0, 4.0, 12.0)) * (
         choose.choice((0.0, 0.3)) * torch.randn(shape, generator=generator) + 1.0
     )
@@ -154,5 +156,5 @@ def _norms(kind: str, case: Case) -> Tensor | None:
 
 
 def _on(case: Case, device: str | torch.device) -> Case:
-    tensors = {name: value.to(device) for name, value in vars(case).items() if isinstance(value, Tensor)}
-    return replace(case, **tensors)
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    return Case(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()})

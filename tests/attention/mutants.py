@@ -18,8 +18,8 @@ A table is a text file, mutants_cpu.txt for one:
 
 with more than one @ where several edits belong together. To add mutants of the Triton kernels: write
 mutants_triton.txt (paths start with triton/) and a module with a dictionary `CHECKS` like tests/attention/bounds/,
-and add a line to `CAMPAIGNS`. Torch is imported once and the process forks for each mutant, so nothing here may import
-`trainshort`.
+and add a line to `CAMPAIGNS`. Torch is imported once and the process forks for each mutant, so nothing here may
+import `trainshort`.
 """
 
 from __future__ import annotations

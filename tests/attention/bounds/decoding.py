@@ -73,7 +73,7 @@ def decoding_heads() -> None:
         _twice(single), slopes=torch.tensor([1e-3]), key_padding_mask=left_padding(1000, 700, length=1000)
     )
     for each in (case, grouped, rows, padded, group, by_row, unlike, gentle):
-        for tolerance in geometric(1e-3, 0.3, 6):
+        for tolerance in geometric(1e-3, 0.3, 4):
             told = float(shares(each, [128], [tolerance])[tolerance, 128].max())
             for recording in (False, True):
                 mass = unvisited_mass(replace(each, tolerance=tolerance), "blocked", recording=recording)
