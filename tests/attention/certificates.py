@@ -1,13 +1,13 @@
 """The measure of every certificate: the softmax mass that a query really skips, in float64 from the very inputs.
 
 `skipped` is that mass for any windows; `shares` compares the windows that `ts.certified_windows` gives at a tolerance
-with it, and `visited` watches attention itself. `cases` makes random and hostile calls of every kind, without end, on
-any device; `Count` adds up how many query rows were compared and the worst of them.
+with it, and `visited` watches attention itself. `count` adds up how many query rows were compared over many calls
+(generators.py makes them, on any device), and the worst of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ FLOAT64_NOISE = 1e-9  # of summing a few thousand weights
 
 
 def skipped(case: Case, spans: Sequence[Tensor]) -> list[Tensor]:
-    """The mass of the keys in sight outside of each of these spans of keys, int64 [B, H, Tq, 2]: float64 [B, H, Tq]."""
+    """The mass of the keys in sight outside each of these spans of keys [B, H, Tq, 2]: float64 [B, H, Tq]."""
     batch, heads, queries, _ = case.q.shape
     group = heads // case.k.shape[1]
     assert case.slopes is not None
@@ -69,8 +69,8 @@ def assert_monotone(windows: Tensor) -> None:
 def visited(case: Case, backend: str, block: int = 128, recording: bool = False) -> Tensor:
     """Which key blocks attention gives any weight to, as seen from its output: bool [B, H, Tq, key blocks].
 
-    Each value says which block it is from, so that the output is the weight of each block: nothing where the block was
-    not visited. A weight that the number format cannot hold counts as not visited. recording: as if for a gradient.
+    Each value says which block it is from, so that the output is the weight of each block: nothing where the block
+    was not visited. A weight that the number format cannot hold counts as not visited. recording: for a gradient.
     """
     batch, kv_heads, keys, dim = case.k.shape
     blocks = -(-keys // block)
@@ -100,10 +100,30 @@ class Count:
     """How many query rows had their skipped mass compared with the tolerance, and the worst share of it."""
 
     rows: int = 0
-    certificates: int = 0  # the same rows at several tolerances and block sizes
+    certificates: int = 0  # the same rows at several block sizes
     worst: float = 0.0
+    by: str = ""  # the call that the worst comes from
 
-    def add(self, case: Case, found: dict[tuple[float, int], Tensor]) -> None:
-        self.rows += case.q.shape[:3].numel()
-        self.certificates += sum(share.numel() for share in found.values())
-        self.worst = max(self.worst, *(float(share.max()) for share in found.values()))
+    def __str__(self) -> str:
+        return f"{self.rows:,} query rows, {self.certificates:,} certificates, worst share {self.worst:.6f}"
+
+
+def count(cases: Iterable[Case], blocks: Sequence[int] = (1, 16, 64, 128), asked: float = 1.0) -> Count:
+    """Compare what every query of these cases skips with its tolerance. asked: for so many times the tolerance."""
+    total = Count()
+    for case in cases:
+        if not 0.0 < case.may_skip * asked < 1.0:
+            continue
+        found = shares(case, blocks, [case.may_skip * asked])
+        worst = max(float(share.max()) for share in found.values()) * asked
+        total.rows += case.q.shape[:3].numel()
+        total.certificates += sum(share.numel() for share in found.values())
+        if not worst <= total.worst:  # NaN is the worst of all
+            total.worst, total.by = worst, describe(case)
+    return total
+
+
+def describe(case: Case) -> str:
+    """Shapes and plain values of a call."""
+    fields = ((name, value) for name, value in vars(case).items() if value is not None and name != "seen")
+    return ", ".join(f"{name}={list(v.shape) if isinstance(v, Tensor) else v}" for name, v in fields)

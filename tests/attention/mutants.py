@@ -1,25 +1,31 @@
 """Errors put into the bounds on purpose: each one that weakens a bound must fail a check, or the check is no check.
 
-A `Mutant` is a piece of source text in `trainshort/attention/` and what to put in its place. The campaign copies the
-package, makes the replacement, and runs the one check that the table names for it against the copy, in a process of its
-own; the mutant is dead when that check fails with an AssertionError (or an ArithmeticError). A mutant that no input can
-kill has `survives` instead, which says why; it is not run.
+A mutant is a piece of source text in `trainshort/attention/` and what to put in its place. The campaign copies the
+package, makes the replacement, and runs the one check that the table names for it against the copy, in a process of
+its own; the mutant is dead when that check fails with an AssertionError (or an ArithmeticError). A mutant that no
+input can kill says why it survives instead, and is not run.
 
-    python -m tests.attention.mutants cpu               all of a campaign
-    python -m tests.attention.mutants cpu NAME...       some of it, against all checks, to see which kill it
-    python -m tests.attention.mutants cpu NAME... --checks CHECK...
+    python -m tests.attention.mutants cpu                               all of a campaign
+    python -m tests.attention.mutants cpu NAME... [--checks CHECK...]   some of it, to see which checks kill it
 
-To add mutants of the Triton kernels: write a table like mutants_cpu.py (paths start with `triton/`) and a module of
-checks with a dictionary `CHECKS` like bounds.py, add a line to `CAMPAIGNS`, and run it with TRITON_INTERPRET=1 in the
-environment, as test_mutants.py does for campaigns that say so. Torch is imported once and the process forks for each
-mutant, so nothing here may import `trainshort` before the fork.
+A table is a text file, mutants_cpu.txt for one:
+
+    == a name of its own
+    dies in: a check            or    survives: why no input can tell it from the original
+    @ windows.py
+    - text that occurs once in that file, over as many such lines as it takes
+    + what to put in its place
+
+with more than one @ where several edits belong together. Mutants of the Triton kernels stand in mutants_triton.txt; their
+checks run under the interpreter (TRITON_INTERPRET=1). Torch is imported once and the process forks for each mutant, so
+nothing here may import `trainshort`.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -29,7 +35,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SOURCE = Path("trainshort", "attention")
 LONGEST = 120  # seconds for one mutant
 
@@ -41,28 +48,44 @@ class Mutant(NamedTuple):
     survives: str = ""  # or why it need not
 
 
-def in_file(file: str, *rows: tuple[str, ...]) -> list[Mutant]:
-    """Mutants of one file. Rows of (name, text, replacement, check), or with "survives" and the reason for the check."""
-    mutants = []
-    for name, text, replacement, *rest in rows:
-        check, reason = (rest[0], "") if len(rest) == 1 else ("", rest[1])
-        mutants.append(Mutant(name, [(file, text, replacement)], check, reason))
-    return mutants
-
-
 class Campaign(NamedTuple):
-    table: str  # module with MUTANTS
+    table: str  # file beside this one
     checks: str  # module with CHECKS
     interpreted: bool = False  # needs TRITON_INTERPRET=1
 
-    def mutants(self) -> Sequence[Mutant]:
-        return importlib.import_module(self.table).MUTANTS
+    def mutants(self) -> list[Mutant]:
+        return parse((HERE / self.table).read_text(encoding="utf-8"))
 
 
 CAMPAIGNS = {
-    "cpu": Campaign("tests.attention.mutants_cpu", "tests.attention.bounds"),
-    "triton": Campaign("tests.attention.mutants_triton", "tests.attention.triton.bounds", interpreted=True),
+    "cpu": Campaign("mutants_cpu.txt", "tests.attention.bounds"),
+    "triton": Campaign("mutants_triton.txt", "tests.attention.triton.bounds", interpreted=True),
 }
+
+
+def parse(table: str) -> list[Mutant]:
+    """The mutants of a table; every line that is no part of one is refused, but for those before the first."""
+    mutants = []
+    for section in table.split("\n== ")[1:]:
+        name, fate, *lines = section.strip("\n").split("\n")
+        kind, _, reason = fate.partition(": ")
+        if kind not in ("dies in", "survives") or not reason:
+            raise ValueError(
+                f"mutant {name!r}: the second line must be 'dies in: ...' or 'survives: ...', got {fate!r}"
+            )
+        edits: list[tuple[str, list[str], list[str]]] = []
+        for line in lines:
+            if line.startswith("@ "):
+                edits.append((line[2:], [], []))
+            elif edits and line[:1] in ("-", "+"):
+                edits[-1][1 if line[0] == "-" else 2].append(line[2:])
+            else:
+                raise ValueError(f"mutant {name!r}: a line starts with '@ ', '-' or '+', got {line!r}")
+        if not edits or not all(old and new for _, old, new in edits):
+            raise ValueError(f"mutant {name!r} needs a file, and text to take out and to put in")
+        whole = [(file, "\n".join(old), "\n".join(new)) for file, old, new in edits]
+        mutants.append(Mutant(name, whole, reason, "") if kind == "dies in" else Mutant(name, whole, "", reason))
+    return mutants
 
 
 class Outcome(NamedTuple):
@@ -103,7 +126,7 @@ def _judge(mutant: Mutant, checks_module: str, names: Sequence[str], folder: Pat
             checks[name]()
         except (AssertionError, ArithmeticError) as error:
             said.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
-    return bool(said), "; ".join(said)
+    return bool(said), "; ".join(said)[:4000]
 
 
 def run_one(mutant: Mutant, checks_module: str, names: Sequence[str]) -> Outcome:
@@ -117,14 +140,14 @@ def run_one(mutant: Mutant, checks_module: str, names: Sequence[str]) -> Outcome
             try:
                 result = _judge(mutant, checks_module, names, Path(folder))
             except BaseException as error:  # everything is told: the process ends here
-                result = (False, f"could not be run: {type(error).__name__}: {error}")
-            os.write(writing, pickle.dumps(result)[:60_000])
+                result = (False, f"could not be run: {type(error).__name__}: {str(error)[:1000]}")
+            os.write(writing, json.dumps(result).encode())
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             told = pipe.read()
         os.waitpid(child, 0)
-    dead, said = pickle.loads(told) if told else (False, f"took longer than {LONGEST} s")
+    dead, said = json.loads(told) if told else (False, f"took longer than {LONGEST} s")
     return Outcome(mutant.name, dead, said, time.monotonic() - begin)
 
 

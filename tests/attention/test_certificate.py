@@ -20,58 +20,33 @@ from torch import Tensor
 import trainshort as ts
 from tests.attention import hostile
 from tests.attention.cases import left_padding, random_case, right_padding
+from tests.attention.certificates import FLOAT64_NOISE, assert_monotone, skipped, span_of
 from tests.attention.dense import Case, dense
 
 BLOCKS = [1, 16, 64, 128]
 TOLERANCES = [2.0**-24, 2.0**-14, 1e-2, 0.3]
 STEEP = torch.tensor([0.9, 0.3, 0.1])
-FLOAT64_NOISE = 1e-9  # of summing a few thousand weights
-
-
-class Truth:
-    """Softmax weights in float64, summed from both ends, so that the mass outside any window is a lookup."""
-
-    def __init__(self, case: Case) -> None:
-        weights, seen = dense(case)[1], case.seen.double()
-        self.before = torch.nn.functional.pad(weights, (1, 0)).cumsum(-1)  # [B, H, Tq, Tk + 1]
-        self.after = torch.nn.functional.pad(weights.flip(-1), (1, 0)).cumsum(-1).flip(-1)
-        self.count = torch.nn.functional.pad(seen, (1, 0)).cumsum(-1)
-
-    def outside(self, windows: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """The mass outside each query's window, and how many keys in sight are inside: [B, H, Tq]."""
-        queries, keys = self.before.shape[2], self.before.shape[3] - 1
-        limits = (windows.long() * block).clamp(max=keys).repeat_interleave(block, dim=2)[:, :, :queries]
-        first, end = limits[..., :1], limits[..., 1:]
-        mass = self.before.gather(-1, first) + self.after.gather(-1, end)
-        return mass[..., 0], (self.count.gather(-1, end) - self.count.gather(-1, first))[..., 0]
 
 
 def assert_certified(
     case: Case, blocks: Sequence[int] = BLOCKS, tolerances: Sequence[float] = TOLERANCES, at_least: float = 0.0
 ) -> None:
     """At no tolerance does a query skip more; `at_least` is the share of it that some query must really skip."""
-    truth = Truth(case)
     batch, heads, queries, _ = case.q.shape
-    for tolerance, block in itertools.product(tolerances, blocks):
+    asked = list(itertools.product(tolerances, blocks))
+    spans = []
+    for tolerance, block in asked:
         windows = replace(case, tolerance=tolerance).windows(block)
         assert windows.dtype == torch.int32
         assert windows.shape == (batch, heads, -(-queries // block), 2)
         assert int(windows.min()) >= 0
         assert int(windows.max()) <= -(-case.k.shape[2] // block)
         assert_monotone(windows)
-        mass, visited = truth.outside(windows, block)
+        spans.append(span_of(case, windows, block))
+    for (tolerance, block), mass in zip(asked, skipped(case, spans), strict=True):
         share = float(mass.max()) / tolerance
         assert share <= 1.0 + FLOAT64_NOISE, f"skipped {share} times the tolerance of {tolerance}, blocks of {block}"
         assert share >= at_least, f"skipped only {share} times the tolerance of {tolerance}: too loose to be tested"
-        assert torch.equal(visited > 0, truth.count[..., -1] > 0), "a query that sees keys must keep one"
-
-
-def assert_monotone(windows: Tensor) -> None:
-    """Both borders rise with the query block, over the blocks that see any key; the others are (0, 0)."""
-    for lane in windows.flatten(0, 1):
-        empty = lane[:, 1] <= lane[:, 0]
-        assert torch.equal(lane[empty], torch.zeros_like(lane[empty]))
-        assert bool((lane[~empty].diff(dim=0) >= 0).all())
 
 
 LAYOUTS: dict[str, dict] = {

@@ -27,10 +27,9 @@ def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: 
 
     reach: s‖q‖, [B, H, Tq]; longest: the largest ‖k - c‖, [B, Hkv].
     """
-    dtype = reach.dtype
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
-        near = _mean_key_score(problem, center, start, dtype).double()
+        near = _mean_key_score(problem, center, start).double()
         if problem.key_padding_mask is not None:
             near = torch.maximum(near, _nearest_score(problem, center))
     else:
@@ -41,17 +40,17 @@ def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: 
     if center is not None:
         longest = longest + 2.0 * row_norms(center)
     longest = longest.repeat_interleave(group, dim=1)[..., None]  # [B, H, 1]
-    return near - (problem.q.shape[3] + 36) * 2.0**-23 * reach.double() * longest - 1e-5
+    return near - (problem.q.shape[3] + 36) * 2.0**-23 * reach * longest - 1e-5
 
 
-def _mean_key_score(problem: Problem, center: Tensor | None, start: int, dtype: torch.dtype) -> Tensor:
+def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tensor:
     """Jensen's bound from the mean of n neighbouring keys: LSE >= ln n + s q.mean(k) - m mean(distance).
 
     Queries are taken in tiles of NEAR; the keys are the n just before the tile (and, where the future is in
     sight, just after it), for each n of RUNS that stays inside the query's own sequence.
     """
     assert isinstance(problem.bias, LinearBias)
-    q, k, scale = problem.q, problem.k, problem.scale
+    q, k, scale, dtype = problem.q, problem.k, problem.scale, problem.accumulate_dtype
     queries = q.shape[2]
     tiles = -(-queries // NEAR)
     before = min(start // NEAR, max(RUNS) // NEAR)  # tiles of keys in front of the first query

@@ -159,7 +159,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
 
     with torch.no_grad():
-        reach = row_norms(problem.q) * (abs(problem.scale) * slack)  # x, [B, H, Tq]
+        reach = row_norms(problem.q).double() * (abs(problem.scale) * slack)  # x, [B, H, Tq]
         center = center_of(problem)  # [B, Hkv, D], or None
         by_block = block_norms_of(problem, block, slack) if problem.causal else None  # [B, Hkv, key blocks]
         norms = key_norms_of(problem, center, slack) if by_block is None else by_block  # [B, Hkv, Tk]
