@@ -18,9 +18,16 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 5  # starts of one shard
+
+
+def numbers_of(result: dict[str, Any]) -> str:
+    """What a test counted, for its line of the log."""
+    numbers = result.get("numbers") or {}
+    return "  " + ", ".join(f"{name} {value:,.6g}" for name, value in numbers.items()) if numbers else ""
 
 
 def main() -> int:
@@ -42,12 +49,21 @@ def main() -> int:
         found.append(run_shard("alone", Path(folder), options))
     results = {test: result for tests, _ in found for test, result in tests.items()}
     troubles = [trouble for _, trouble in found if trouble]
-    lines = [f"{r['outcome']:8} {r.get('seconds', 0.0):7.2f}s  {test}" for test, r in sorted(results.items())]
+    lines = [
+        f"{r['outcome']:8} {r.get('seconds', 0.0):7.2f}s  {test}{numbers_of(r)}"
+        for test, r in sorted(results.items())
+    ]
     failures = [(test, r) for test, r in sorted(results.items()) if r["outcome"] not in ("passed", "skipped")]
     counts = {outcome: sum(r["outcome"] == outcome for r in results.values()) for outcome in
               ("passed", "failed", "crashed", "skipped")}  # fmt: skip
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no tests ran"
     summary += f" in {time.monotonic() - began:.0f} s"
+    counted = [r["numbers"] for r in results.values() if r.get("numbers")]
+    if counted:  # certificates: rows add up, of shares the worst counts
+        rows = sum(numbers.get("rows", 0) for numbers in counted)
+        shares = {name: max(numbers.get(name, 0.0) for numbers in counted) for name in counted[0] if name != "rows"}
+        worst = ", ".join(f"{name} {share:.4f}" for name, share in shares.items())
+        summary = f"certificates of {rows:,} query rows, worst shares of the tolerance: {worst}\n{summary}"
     report = [*(f"\n== {test}\n{r.get('message', '')}" for test, r in failures), *(f"\n== {t}" for t in troubles)]
     if options.log:
         options.log.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ A table is a text file, mutants_cpu.txt for one:
     - text that occurs once in that file, over as many such lines as it takes
     + what to put in its place
 
-with more than one @ where several edits belong together. Mutants of the Triton kernels stand in mutants_triton.txt; their
-checks run under the interpreter (TRITON_INTERPRET=1). Torch is imported once and the process forks for each mutant, so
-nothing here may import `trainshort`.
+with more than one @ where several edits belong together. Mutants of the Triton kernels stand in mutants_triton.txt;
+their checks run under the interpreter (TRITON_INTERPRET=1). Torch is imported once and the process forks for each
+mutant, so nothing here may import `trainshort`.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def tight_case(
     ahead: bool = False,
     offset: float = 0.0,
 ) -> Case:
-    """share: the part of the tolerance that may be skipped on the side in question. ahead: the side of the future. The
-    loud query is the only one of its tile, so that no other keeps the window wide."""
+    """share: the part of the tolerance that may be skipped on the side in question. ahead: the side of the future.
+    The loud query is the only one of its tile, so that no other keeps the window wide."""
     heads = len(slopes)
     loud = length - 1
     q, k = torch.zeros(heads, length), torch.full((heads, length), NORM)
@@ -129,12 +129,12 @@ def shifted(case: Case, size: float = 25.0) -> Case:
 def outlier_case(
     slope: float = 0.03, tolerance: float = 2.0**-6, length: int = 577, edge: int = 320, boost: float = 0.0
 ) -> Case:
-    """Far keys that grow into the past at half the rate of the slope, so that each unit counts for the sum over units:
-    together those before `edge` hold a twentieth more than the forward pass may skip. The loud query is the only one
+    """Far keys that grow into the past at half the rate of the slope, so that each unit counts for the sum over
+    units: together those before `edge` hold a twentieth more than the forward pass may skip. The loud query is the only one
     of its tile: beside outliers, the bound takes the worst of a tile's queries together.
 
-    boost: in steps from unit to unit, how much more all units but the last before `edge` hold. The last one alone could
-    be skipped then.
+    boost: in steps from unit to unit, how much more all units but the last before `edge` hold. The last one alone
+    could be skipped then.
     """
     step = slope * UNIT / 2
     back = edge // UNIT - 1 - torch.arange(length) // UNIT  # units from the last before the edge

@@ -63,7 +63,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     if HERE in item.path.parents and (report.when == "call" or report.outcome != "passed"):
         message = "" if report.outcome == "passed" else str(report.longrepr)[-3000:]
-        _write(item.config, test=item.nodeid, outcome=report.outcome, seconds=report.duration, message=message)
+        told = {name: value for name, value in item.user_properties if isinstance(value, (int, float))}
+        seconds = report.duration
+        _write(item.config, test=item.nodeid, outcome=report.outcome, seconds=seconds, message=message, numbers=told)
         if report.outcome == "failed" and torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()

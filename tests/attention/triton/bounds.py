@@ -1,7 +1,7 @@
-"""Checks of every term of the kernels' bounds: whatever weakens a term fails its check (see tests/attention/tight.py).
+"""Checks of every term of the kernels' bounds: whatever weakens a term fails its check (tests/attention/tight.py).
 
-`CHECKS` are run by test_bounds.py as they are, and by tests/attention/mutants.py against kernels with an error put in,
-both under Triton's interpreter.
+`CHECKS` are run by test_bounds.py as they are, and by tests/attention/mutants.py against kernels with an error put
+in, both under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _small(check: Callable[[], None]) -> Callable[[], None]:
 
 
 for _check in (
-    past, past_of_shifted_keys, future, outliers, beyond_the_sample, thinly_spread, decoding, decoding_behind_the_keys,
-    decoding_tiny_queries, decoding_not_finite, ingredients, ingredients_tiny, not_finite,
+    past, past_of_shifted_keys, future, outliers, beyond_the_sample, thinly_spread, decoding,
+    decoding_behind_the_keys, decoding_tiny_queries, decoding_not_finite, ingredients, ingredients_tiny, not_finite,
 ):  # fmt: skip
     CHECKS[_check.__name__] = _small(_check)
