@@ -130,8 +130,8 @@ def outlier_case(
     slope: float = 0.03, tolerance: float = 2.0**-6, length: int = 577, edge: int = 320, boost: float = 0.0
 ) -> Case:
     """Far keys that grow into the past at half the rate of the slope, so that each unit counts for the sum over
-    units: together those before `edge` hold a twentieth more than the forward pass may skip. The loud query is the only one
-    of its tile: beside outliers, the bound takes the worst of a tile's queries together.
+    units: together those before `edge` hold a twentieth more than the forward pass may skip. The loud query is the
+    only one of its tile: beside outliers, the bound takes the worst of a tile's queries together.
 
     boost: in steps from unit to unit, how much more all units but the last before `edge` hold. The last one alone
     could be skipped then.

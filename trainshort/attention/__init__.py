@@ -27,12 +27,12 @@ from trainshort.attention.problem import (
     Problem,
     check_shapes,
     check_tensors,
-    check_values,
     default_tolerance,
 )
 from trainshort.attention.triton import known
 from trainshort.attention.triton import op as triton_ops
 from trainshort.attention.triton.shapes import LARGEST_DIM
+from trainshort.attention.values import check_values
 from trainshort.attention.windows import certified_blocks
 
 __all__ = [

@@ -18,7 +18,8 @@ from torch import Tensor
 from trainshort.attention import pieces as engine
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.norms import UNDERFLOW
-from trainshort.attention.problem import BLOCK, LARGEST_SLOPE, Problem
+from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.values import LARGEST_SLOPE
 
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 

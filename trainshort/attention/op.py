@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 
 from trainshort.attention import blocked
 from trainshort.attention.bias import Bias, BucketBias, LinearBias, Sight, learned
-from trainshort.attention.problem import BLOCK, Problem, check_values, gradient_like
+from trainshort.attention.problem import BLOCK, Problem, gradient_like
+from trainshort.attention.values import check_values
 
 _SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trainshort.attention.norms import row_norms
-from trainshort.attention.problem import BLOCK, vouch_for
+from trainshort.attention.problem import BLOCK
+from trainshort.attention.values import vouch_for
 from trainshort.models.config import ModelConfig
 
 FIRST_CAPACITY = 256  # of a growing cache

@@ -30,6 +30,7 @@ from trainshort.attention.triton.tiles import (
     position,
     sees_of,
     sight,
+    some_sees,
     split_bias,
     store_rows,
 )
@@ -38,10 +39,10 @@ from trainshort.attention.triton.tiles import (
 @triton.jit
 def _query_range(
     dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-    stride_vt, nk, first, end, p, lo, hi, ref, mp, mf, offset, reach, scale,
+    stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, mp, mf, offset, reach, scale,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
-    NB: tl.constexpr,
+    SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DBIAS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias."""
     for key in tl.range(first, end, BN, num_stages=STAGES):
@@ -63,6 +64,8 @@ def _query_range(
         ds = w * (dp - delta[:, None])
         if SIDE == MASKED:  # a weight of zero times a value that is not finite
             ds = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), ds, 0.0)
+            if SIDED:
+                k = tl.where(some_sees(j, start, nq, nk, sees)[:, None], k, 0.0).to(k.dtype)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if DBIAS and BIAS == LINEAR:
             d = (j[None, :] - p[:, None]).to(tl.float32)
@@ -127,7 +130,8 @@ def query_kernel(
         unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
     r = row + tl.arange(0, BM)
     p = position(start, r, nk, reach, CAUSAL)
-    lo, hi, some = sight(r, nq, nk, start, sees_of(SEES, h, CAUSAL, SIDED), FIRST, LAST, unit0, CAUSAL, WINDOWS)
+    sees = sees_of(SEES, h, CAUSAL, SIDED)
+    lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
     ref = position(start, row, nk, reach, CAUSAL)
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
 
@@ -145,29 +149,29 @@ def query_kernel(
     dtable = tl.zeros([NB], tl.float32)
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, c0, u0, p, lo, hi, ref, mp, mf, offset, reach, scale,
-        D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1, DBIAS, NB,
+        stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, u0, n1, p, lo, hi, ref, mp, mf, offset, reach, scale,
-        D, BD, BN, BIAS, CAUSAL, PAST, TMA, PRECISION, STAGES, DBIAS, NB,
+        stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, n1, n2, p, lo, hi, ref, mp, mf, offset, reach, scale,
-        D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, STAGES, DBIAS, NB,
+        stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, n2, u1, p, lo, hi, ref, mp, mf, offset, reach, scale,
-            D, BD, BN, BIAS, CAUSAL, FUTURE, TMA, PRECISION, STAGES, DBIAS, NB,
+            stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale,
-            D, BD, BN, BIAS, CAUSAL, MASKED, TMA, PRECISION, 1, DBIAS, NB,
+            stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * plain_scale, 0.0)
     store_rows(DQ, dq, row, g_base, stride_gt, nq, D, BD, BM)

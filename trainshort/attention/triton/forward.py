@@ -36,6 +36,7 @@ from trainshort.attention.triton.tiles import (
     position,
     sees_of,
     sight,
+    some_sees,
     split_bias,
     store_rows,
 )
@@ -68,11 +69,11 @@ def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAU
 
 @triton.jit
 def _visit(
-    acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, first, end, p, lo, hi,
-    ref, mp, mf, offset, reach, scale, share, grow,
+    acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, first,
+    end, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDE: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take in the key tiles of one range, upwards or DOWN. rest: the mass since the tile in `found`, if TRACKed."""
     for step in tl.range(first, end, BN, num_stages=STAGES):
@@ -109,6 +110,8 @@ def _visit(
             rest = tl.where(matters, 0.0, rest)
         acc = acc * fade[:, None]
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
+        if SIDED and (SIDE == MASKED or SIDE == NEAR):  # a weight of zero times a value that is not finite
+            v = tl.where(some_sees(j, start, nq, nk, sees)[:, None], v, 0.0).to(v.dtype)
         acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
         m = top
     return acc, l, m, rest, found
@@ -195,9 +198,9 @@ def forward_kernel(
     found = tl.zeros([BM], tl.int32) + near0
     grow = 1.0
     acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, near0, near1, p, lo,
-        hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, NEAR, True, False, TMA,
-        PRECISION, STAGES,
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+        near0, near1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED,
+        True, False, TMA, PRECISION, STAGES,
     )  # fmt: skip
     if WINDOWS:
         near = (m + tl.log2(l)) * 0.6931471805599453 - centered
@@ -219,14 +222,14 @@ def forward_kernel(
         m += mp * after
         far_top = m
     acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u0, near0, p, lo, hi,
-        ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, PAST, True, TRACK, TMA, PRECISION,
-        STAGES,
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u0,
+        near0, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True,
+        TRACK, TMA, PRECISION, STAGES,
     )  # fmt: skip
     acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, c0, u0, p, lo, hi,
-        ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, True, TRACK, TMA, PRECISION,
-        1,
+        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, c0,
+        u0, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True,
+        TRACK, TMA, PRECISION, 1,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         m = tl.where(m == far_top, near_top, m - mp * after)
@@ -246,14 +249,14 @@ def forward_kernel(
         if TRACK:
             grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
         acc, l, m, rest, found = _visit(
-            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, near1, u1, p, lo,
-            hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, FUTURE, False, TRACK, TMA,
-            PRECISION, STAGES,
+            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+            near1, u1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, FUTURE,
+            SIDED, False, TRACK, TMA, PRECISION, STAGES,
         )  # fmt: skip
         acc, l, m, rest, found = _visit(
-            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, u1, c1, p, lo, hi,
-            ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, False, TRACK, TMA,
-            PRECISION, 1,
+            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+            u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED,
+            False, TRACK, TMA, PRECISION, 1,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)

@@ -22,9 +22,10 @@ from trainshort.attention.op import (
     save_for_backward,
     unpack,
 )
-from trainshort.attention.problem import Problem, check_values, require_positive
+from trainshort.attention.problem import Problem
 from trainshort.attention.triton.known import Known, is_recording
 from trainshort.attention.triton.shapes import borders_of, can_skip, gradient_of, rows_contiguous, window_room
+from trainshort.attention.values import check_values, require_positive
 
 
 @torch.library.custom_op("trainshort::triton", mutates_args=())

@@ -123,6 +123,15 @@ def sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL: tl.constexpr, WIND
 
 
 @triton.jit
+def some_sees(j, start, nq, nk, sees):
+    """Whether any query of the sequence may see keys j. In a head that looks one way, nobody sees what lies behind
+    all of its queries."""
+    first = tl.where(sees == 2, start, 0)
+    end = tl.where(sees == 1, start + nq, nk)
+    return (j >= first) & (j < end)
+
+
+@triton.jit
 def full_bias(LINE, p, j, mp, mf, offset, reach, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
     """The bias at positions p and j (broadcast against each other), in units of log2."""
     d = j - p
