@@ -15,7 +15,6 @@ from trainshort.attention import threads
 from trainshort.attention.problem import BLOCK, Problem
 
 LEAST_WORK = 2**23  # multiplications: a smaller share is not worth waking a thread for
-SHARES = 2  # for each thread, where heads differ in their windows; else one, because Python runs in turns
 UNEVEN = 1.25  # how much longer the largest share may take than an even split
 
 
@@ -58,23 +57,29 @@ def split(problem: Problem, work: Tensor) -> list[Share]:
     if problem.q.device.type != "cpu":
         return whole
     count = threads.available()
-    even = bool(work.amax() == work.amin()) if work.numel() else True
-    most = min(count if even else SHARES * count, int(work.sum()) // LEAST_WORK)
-    if count < 2 or most < 2:
-        return whole
-    rows = -(-batch // most)  # of the batch, in one share
-    columns = max(1, most // -(-batch // rows))  # shares of the same rows
+    even = work.numel() > 0 and bool(work.amax() == work.amin())
+    for each in (1,) if even else (2, 4, 8):  # shares for a thread: few, because Python runs in turns
+        most = min(each * count, int(work.sum()) // LEAST_WORK)
+        if most < 2 or count < 2:
+            return whole
+        shares = _grid(batch, heads, group, most)
+        sizes = [float(share.queries(work).sum()) for share in shares]
+        if max(sizes) * count <= UNEVEN * sum(sizes):
+            order = sorted(range(len(shares)), key=lambda index: -sizes[index])
+            return [shares[index] for index in order]
+    return whole
+
+
+def _grid(batch: int, heads: int, group: int, most: int) -> list[Share]:
+    """At most so many shares of about the same number of rows and heads."""
+    rows = -(-batch // most)
+    columns = max(1, most // -(-batch // rows))
     step = -(-(heads // group) // columns) * group
-    shares = [
+    return [
         _share(row, min(row + rows, batch), head, min(head + step, heads), group)
         for row in range(0, batch, rows)
         for head in range(0, heads, step)
     ]
-    sizes = [float(share.queries(work).sum()) for share in shares]
-    if max(sizes) * count > UNEVEN * sum(sizes):
-        return whole
-    order = sorted(range(len(shares)), key=lambda index: -sizes[index])
-    return [shares[index] for index in order]
 
 
 def _share(row: int, row_end: int, head: int, head_end: int, group: int) -> Share:
