@@ -71,10 +71,11 @@ def split(problem: Problem, work: Tensor) -> list[Share]:
 
 
 def _grid(batch: int, heads: int, group: int, most: int) -> list[Share]:
-    """At most so many shares of about the same number of rows and heads."""
-    rows = -(-batch // most)
-    columns = max(1, most // -(-batch // rows))
-    step = -(-(heads // group) // columns) * group
+    """About so many shares, by heads first: the rows of a head share its bias."""
+    kv_heads = heads // group
+    step = -(-kv_heads // min(most, kv_heads)) * group
+    columns = -(-heads // step)
+    rows = -(-batch // max(1, most // columns))
     return [
         _share(row, min(row + rows, batch), head, min(head + step, heads), group)
         for row in range(0, batch, rows)
