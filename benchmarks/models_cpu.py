@@ -2,8 +2,9 @@
 
     python benchmarks/models_cpu.py [--out results.json]
 
-Two questions: a training step at a short length (nothing to skip: what does ALiBi cost?), and one decoded token
-after many cached ones (what do certified windows save?). Contenders alternate in one process; times are medians.
+Questions: a training step at a short length (nothing to skip: what does ALiBi cost?), one decoded token after many
+cached ones (what do certified windows save?), and a short text generated; decoding once more beside a process that
+keeps a core busy. Contenders alternate in one process; times are medians.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention_cpu import about, alternate
+from attention_cpu import about, alternate, busy_neighbour
 
 import trainshort as ts
 
@@ -57,6 +58,12 @@ def decoding_step(position: str, cached: int) -> Callable[[], object]:
     return step
 
 
+def generating(position: str, tokens: int) -> Callable[[], object]:
+    model = model_of(position).eval()
+    prompt = torch.zeros((1, 64), dtype=torch.long)
+    return lambda: model.generate(prompt, max_new_tokens=tokens, temperature=0.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
@@ -73,9 +80,18 @@ def main() -> None:
 
     positions = ("none", "alibi", "rotary", "sinusoidal", "t5")
     compare("training step, 32 x 128 tokens", {name: training_step(name, 128, 4096) for name in positions})
-    for cached in (8192, 32768):
-        calls = {name: decoding_step(name, cached) for name in ("alibi", "rotary")}
-        compare(f"one token after {cached}", calls)
+
+    def compare_decoding(where: str = "") -> None:
+        for cached in (8192, 32768):
+            calls = {name: decoding_step(name, cached) for name in ("alibi", "rotary")}
+            compare(f"one token after {cached}{where}", calls)
+        compare(
+            f"generating 100 tokens{where}", {name: generating(name, 100) for name in ("alibi", "rotary", "none")}
+        )
+
+    compare_decoding()
+    with busy_neighbour():
+        compare_decoding(", beside a busy process")
     if options.out:
         options.out.write_text(json.dumps({"about": about(options.threads), "records": records}, indent=1) + "\n")
 

@@ -42,6 +42,18 @@ def attention_cpu_all() -> str:
     return attention_cpu(("normal", "tolerance 0", "outlier"))
 
 
+def attention_cpu_beside() -> str:
+    data = json.loads((RESULTS / "attention_cpu.json").read_text())
+    if "beside" not in data:
+        return "Not measured yet for this version.\n"
+    lines = ["| length | forward | forward + backward |", "| ---: | ---: | ---: |"]
+    lines += [
+        f"| {record['length']:,} | **{record['forward_speedup']:.2f}×** | **{record['both_speedup']:.2f}×** |"
+        for record in data["beside"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def attention_gpu() -> str:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     lines = [
@@ -100,6 +112,7 @@ TABLES = {
     "buckets_gpu": buckets_gpu,
     "attention_cpu": attention_cpu,
     "attention_cpu_all": attention_cpu_all,
+    "attention_cpu_beside": attention_cpu_beside,
 }
 
 

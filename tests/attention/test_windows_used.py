@@ -22,6 +22,7 @@ from tests.attention.cases import left_padding, random_case
 from tests.attention.dense import Case, exact
 from trainshort.attention import blocked, reference
 from trainshort.attention.problem import Problem
+from trainshort.attention.threads import one_thread
 
 STEEP_AND_GENTLE = torch.tensor([0.9, 0.1, 0.02])
 
@@ -188,7 +189,8 @@ def test_memory_is_linear(feature: str, tolerance: float | None, length: int) ->
     case = random_case(batch=1, heads=2, queries=length, dim=16, tolerance=tolerance, **MEMORY[feature])
     problem = problem_of(case)
     upstream = case.upstream()
-    with torch.no_grad(), nothing_quadratic(length) as mode:
+    # In one thread: the mode sees its own thread only.
+    with torch.no_grad(), one_thread(), nothing_quadratic(length) as mode:
         windows = blocked.windows_of(problem)
         out, lse = blocked.forward(problem, windows)
         for want_bias in (False, True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -97,6 +97,19 @@ class LinearBias:
         """True where nothing is said of the future, so that the description also fits causal attention."""
         return self.future is None and self.offset == 0.0 and self.sees is None
 
+    def part(self, rows: slice, heads: slice) -> LinearBias:
+        """The bias of some heads in some rows of the batch."""
+
+        def part_of(slopes: Tensor) -> Tensor:
+            return slopes[heads] if slopes.dim() == 1 else slopes[rows, heads]
+
+        return LinearBias(
+            part_of(self.slopes),
+            future=None if self.future is None else part_of(self.future),
+            offset=self.offset,
+            sees=None if self.sees is None else self.sees[heads],
+        )
+
     # How far from the query the bias stops being the sum of a term of the query and a term of the key.
     separable_beyond = 0
 
@@ -136,6 +149,10 @@ class BucketBias:
                 f"BucketBias max_distance must exceed the {exact} distances that have a bucket of their own, "
                 f"got {self.max_distance}"
             )
+
+    def part(self, rows: slice, heads: slice) -> BucketBias:
+        """The bias of some heads, the same in all rows of the batch."""
+        return replace(self, table=self.table[:, heads])
 
     @property
     def separable_beyond(self) -> int:

@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainshort.attention import decode
+from trainshort.attention import decode, threads
 from trainshort.attention import pieces as engine
 from trainshort.attention.calls import Place, Spread, Together, split_places
 from trainshort.attention.piece_bias import BiasGradients, PieceBias
 from trainshort.attention.plan import Piece, Segment, Shape, cut, segments
 from trainshort.attention.problem import BLOCK, Problem, gradient_like
+from trainshort.attention.shares import Share, shares_of
 from trainshort.attention.windows import certified_blocks, promising_heads, visible_blocks
 
 EVERYTHING = -1  # in place of a window: no window was sought
@@ -57,28 +58,77 @@ def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
+    if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
+        return done
+    shares = shares_of(problem, windows)
+    out = torch.empty_like(problem.q)
+    if len(shares) == 1:
+        own_out, own_lse = _forward_share(problem, windows, problem.q.shape[:2])
+        same = own_out.dtype == out.dtype and own_out.stride() == out.stride()
+        return own_out if same else out.copy_(own_out), own_lse.contiguous()
+    lse = out.new_empty(out.shape[:3], dtype=problem.accumulate_dtype)
+
+    def compute(share: Share) -> None:
+        own_windows = None if windows is None else share.queries(windows)
+        own_out, own_lse = _forward_share(share.of(problem), own_windows, problem.q.shape[:2])
+        share.queries(out).copy_(own_out)
+        share.queries(lse).copy_(own_lse)
+
+    threads.run(compute, shares)
+    return out, lse
+
+
+def _forward_share(problem: Problem, windows: Tensor | None, lanes: torch.Size) -> tuple[Tensor, Tensor]:
     try:
-        if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
-            return done
-        out, lse = _Run(problem, windows, fused=_can_fuse(problem)).forward()
+        return _Run(problem, windows, _can_fuse(problem), lanes).forward()
     except engine.SuspiciousError:
-        out, lse = _Run(problem, windows, fused=False).forward()
-    result = torch.empty_like(problem.q)
-    if out.dtype == result.dtype and out.stride() == result.stride():
-        return out, lse.contiguous()
-    return result.copy_(out), lse.contiguous()
+        return _Run(problem, windows, False, lanes).forward()
 
 
 def backward(
     problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, BiasGradients]:
     """Gradients of q, k, v and, if wanted, of the bias."""
-    fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
+    shares = shares_of(problem, windows)
     with torch.autocast(problem.q.device.type, enabled=False):
-        run = _Run(problem, windows, fused=fused)
-        gradients = run.backward(out, lse, grad, want_bias)
-    dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
-    return dq, dk, dv, run.bias.gradients() if want_bias else BiasGradients()
+        if len(shares) == 1:
+            gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2])
+            dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
+            return dq, dk, dv, bias.gradients() if want_bias else BiasGradients()
+        dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
+
+        def compute(share: Share) -> PieceBias:
+            own_windows = None if windows is None else share.queries(windows)
+            own_out, own_lse, own_grad = (share.queries(tensor) for tensor in (out, lse, grad))
+            gradients, bias = _backward_share(
+                share.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2]
+            )
+            share.queries(dq).copy_(gradients[0])
+            share.key_heads(dk).copy_(gradients[1])
+            share.key_heads(dv).copy_(gradients[2])
+            return bias
+
+        biases = threads.run(compute, shares)
+    if not want_bias:
+        return dq, dk, dv, BiasGradients()
+    total = PieceBias(problem, [], problem.accumulate_dtype)
+    for share, bias in zip(shares, biases, strict=True):
+        total.take(bias, share.rows, share.heads)
+    return dq, dk, dv, total.gradients()
+
+
+def _backward_share(
+    problem: Problem,
+    windows: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    want_bias: bool,
+    lanes: torch.Size,
+) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias]:
+    fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
+    run = _Run(problem, windows, fused, lanes)
+    return run.backward(out, lse, grad, want_bias), run.bias
 
 
 def _can_fuse(problem: Problem) -> bool:
@@ -86,16 +136,19 @@ def _can_fuse(problem: Problem) -> bool:
 
 
 class _Run:
-    """One pass over one problem: its tensors as the kernels need them, and the calls to make."""
+    """One pass over one problem: its tensors as the kernels need them, and the calls to make.
 
-    def __init__(self, problem: Problem, windows: Tensor | None, fused: bool) -> None:
+    lanes: rows and heads of the whole problem, of which this one may be a share.
+    """
+
+    def __init__(self, problem: Problem, windows: Tensor | None, fused: bool, lanes: torch.Size) -> None:
         self.fused, self.dtype = fused, problem.accumulate_dtype
         self.q, self.k, self.v = (self._usable(t.detach()) for t in (problem.q, problem.k, problem.v))
         self.problem = replace(problem, q=self.q, k=self.k, v=self.v)
         self.batch, self.heads, self.queries, self.dim = self.q.shape
         self.group = self.heads // self.k.shape[1]
         self.beyond = 0 if problem.bias is None else problem.bias.separable_beyond
-        self.shape = self._shape()
+        self.shape = self._shape(*lanes)
         self.segments = segments(problem) if self.k.shape[2] and self.queries else []
         self.windows = windows
         whole = self._whole_heads()
@@ -112,15 +165,15 @@ class _Run:
         rows_apart = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
         return tensor if rows_apart else tensor.contiguous()
 
-    def _shape(self) -> Shape:
+    def _shape(self, batch: int, heads: int) -> Shape:
         """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
         length = max(self.queries, self.k.shape[2], 1)
         if not self.fused:  # a share of the scores for each lane
-            share = max(self.queries * self.dim, length * length // (8 * max(1, self.batch * self.heads)))
+            share = max(self.queries * self.dim, length * length // (8 * max(1, batch * heads)))
             rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= share), 16)
             keys = max(rows, share // rows)
             return Shape(rows, keys, rows, keys)
-        share = max(self.batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
+        share = max(batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
         rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= share), 32)
         if length <= BLOCK:
             rows = min(rows, BLOCK // 2)  # two steps of a short row follow its diagonal
@@ -258,7 +311,7 @@ class _Run:
         # Queries of one piece only are stored, not added. Where the first call covers all keys, its gradients are
         # taken as they are, and the others added to them.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
-        calls = sorted(self.calls, key=lambda call: -call.piece.keys * call.lanes)
+        calls = sorted(self.calls, key=lambda call: -call.piece.keys)
         every_key = (self.k.shape[2], self.batch * self.heads)
         take_keys = bool(calls) and self.group == 1 and (calls[0].piece.keys, calls[0].lanes) == every_key
         take_keys = take_keys and isinstance(calls[0], Together) and self.batch > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import groupby
 
@@ -19,8 +20,10 @@ from trainshort.attention import pieces as engine
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.norms import UNDERFLOW
 from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.threads import one_thread
 from trainshort.attention.values import LARGEST_SLOPE
 
+LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
 
@@ -149,6 +152,13 @@ def _shared(lows: list[int], keys: int) -> list[int]:
 
 
 def _forward(problem: Problem, lows: list[list[int]]) -> tuple[Tensor, Tensor] | None:
+    batch, _, keys, dim = problem.k.shape
+    read = sum(keys - low for row in lows for low in row) * dim * (batch if len(lows) == 1 else 1)
+    with one_thread() if read <= LITTLE else nullcontext():
+        return _attended(problem, lows)
+
+
+def _attended(problem: Problem, lows: list[list[int]]) -> tuple[Tensor, Tensor] | None:
     if problem.key_padding_mask is None:
         parts = list(_calls(problem, slice(None), lows[0], 0))
         out, lse = parts[0] if len(parts) == 1 else _joined(parts, 1)

@@ -126,6 +126,13 @@ class PieceBias:
         elif isinstance(self.bias, BucketBias) and self._dtable is not None:
             self._dtable[:, heads].index_add_(0, self.bias.bucket(distance), by_distance.sum(0).T)
 
+    def take(self, other: PieceBias, rows: slice, heads: slice) -> None:
+        """Take in what another one has taken in for these rows of the batch and these heads."""
+        self._dpast[rows, heads] += other._dpast
+        self._dfuture[rows, heads] += other._dfuture
+        if self._dtable is not None and other._dtable is not None:
+            self._dtable[:, heads] += other._dtable
+
     def gradients(self) -> BiasGradients:
         """The gradients taken in so far, in the shapes and dtypes of the bias."""
         bias = self.bias

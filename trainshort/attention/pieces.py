@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainshort.attention import threads
+
 
 class Gradients(NamedTuple):
     q: Tensor
@@ -46,7 +48,7 @@ def fused_backward(
 ) -> Gradients:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
-    if lanes > 1 or rows % 2 or torch.get_num_threads() == 1:
+    if lanes > 1 or rows % 2 or threads.is_inside() or torch.get_num_threads() == 1:
         dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
         return Gradients(dq, dk, dv, None)
     # The kernel's threads share lanes, not rows: make two lanes of one.

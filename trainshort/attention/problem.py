@@ -76,6 +76,27 @@ class Problem:
         moved = {field.name: move(getattr(self, field.name)) for field in fields(self)}
         return Problem(**{**moved, "bias": bias})
 
+    def part(self, rows: slice, heads: slice) -> Problem:
+        """The same problem for some rows of the batch and some heads: whole groups of those that share a key head."""
+        group = self.q.shape[1] // self.k.shape[1]
+        keys = slice(heads.start // group, heads.stop // group)
+
+        def rows_of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[rows]
+
+        start = self.query_start
+        norms = self.key_norms
+        return replace(
+            self,
+            q=self.q[rows, heads],
+            k=self.k[rows, keys],
+            v=self.v[rows, keys],
+            bias=None if self.bias is None else self.bias.part(rows, heads),
+            key_padding_mask=rows_of(self.key_padding_mask),
+            query_start=start[rows] if isinstance(start, Tensor) else start,
+            key_norms=None if norms is None else norms[rows, keys],
+        )
+
     def slopes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The slopes of past and future, each [B or 1, H]. Zero where there is no linear bias."""
         if not isinstance(self.bias, LinearBias):

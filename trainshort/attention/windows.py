@@ -21,19 +21,20 @@ The proofs, and what skipping can cost in outputs and gradients, are in docs/att
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trainshort.attention import decode
+from trainshort.attention import decode, threads
 from trainshort.attention.bias import LinearBias
 from trainshort.attention.near import near_score
 from trainshort.attention.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.attention.problem import BLOCK, Problem
+from trainshort.attention.shares import Share, split
 
 QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
 FAR = 2**40  # beyond every key and every block, and exact in a double
+COST = 16  # of a number of q or k here, in multiplications
 HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to add to
 
 
@@ -52,7 +53,7 @@ def _certified_blocks(problem: Problem, block: int) -> Tensor:
     empty = high <= low
     heads = promising_heads(problem, block)
     if heads is not None:
-        first, last = _certified_sides(_some_heads(problem, heads), block)
+        first, last = _in_shares(problem.part(slice(None), heads), block)
         low, high = low.clone(), high.clone()
         low[:, heads] = torch.maximum(low[:, heads], first)
         high[:, heads] = torch.minimum(high[:, heads], last)
@@ -98,27 +99,6 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     return slice(first // group * group, -(-end // group) * group)
 
 
-def _some_heads(problem: Problem, heads: slice) -> Problem:
-    """The same problem for a range of heads."""
-    bias = problem.bias
-    assert isinstance(bias, LinearBias)
-    group = problem.q.shape[1] // problem.k.shape[1]
-    keys = slice(heads.start // group, heads.stop // group)
-    return replace(
-        problem,
-        q=problem.q[:, heads],
-        k=problem.k[:, keys],
-        v=problem.v[:, keys],
-        bias=LinearBias(
-            bias.slopes[..., heads],
-            future=None if bias.future is None else bias.future[..., heads],
-            offset=bias.offset,
-            sees=None if bias.sees is None else bias.sees[heads],
-        ),
-        key_norms=None if problem.key_norms is None else problem.key_norms[:, keys],
-    )
-
-
 def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """The key blocks that hold a key in sight of a query block: [low, high), each int64 [B, H, blocks]."""
     first, end = problem.key_runs()
@@ -146,6 +126,25 @@ def _by_block(rows: Tensor, block: int, fill: float) -> Tensor:
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
     return rows.unflatten(-1, (-1, block))
+
+
+def _in_shares(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
+    """_certified_sides, computed by several threads."""
+    batch, heads, queries, dim = problem.q.shape
+    shares = split(
+        problem, torch.full((batch, heads), float(COST * (queries + problem.k.shape[2]) * dim), device="cpu")
+    )
+    if len(shares) == 1:
+        return _certified_sides(problem, block)
+    first, last = (torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64) for _ in range(2))
+
+    def compute(share: Share) -> None:
+        own_first, own_last = _certified_sides(share.of(problem), block)
+        share.queries(first).copy_(own_first)
+        share.queries(last).copy_(own_last)
+
+    threads.run(compute, shares)
+    return first, last
 
 
 def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:

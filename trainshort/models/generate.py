@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainshort.attention.threads import one_thread
 from trainshort.models.layers import check_mask, require_tokens
 
 if TYPE_CHECKING:
     from trainshort.models.cache import KeyValueCache
     from trainshort.models.language_model import LanguageModel
 
+LITTLE = 2**22  # multiplications for a token, below which one thread is as fast as several
 PREFILL = 2048  # tokens of a prompt that are computed at once
 
 
@@ -52,9 +55,11 @@ def generate(
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen, each in its own mode
     try:
         model.eval()
+        little = cache is not None and _is_little(model, batch)
         for end in range(length, length + max_new_tokens):
-            logits = _next_logits(model, out[:, :end], cache, key_padding_mask)
-            token = _choose(logits.float(), temperature, top_k, top_p, generator).to(tokens.dtype)
+            with one_thread() if little and end > length else nullcontext():
+                logits = _next_logits(model, out[:, :end], cache, key_padding_mask)
+                token = _choose(logits.float(), temperature, top_k, top_p, generator).to(tokens.dtype)
             out[:, end] = torch.where(ended, out[:, end - 1], token)
             if on_token is not None:
                 on_token(out[:, end])
@@ -93,6 +98,14 @@ def _check(
             f"{model.config.position} positions end at {limit} tokens: a prompt of {tokens.shape[1]} leaves room for "
             f"{max(0, limit + 1 - tokens.shape[1])} new tokens, got max_new_tokens={max_new_tokens}"
         )
+
+
+def _is_little(model: LanguageModel, batch: int) -> bool:
+    """Whether one token is so little work on a CPU that threads would only wait for one another."""
+    weights = sum(
+        weight.numel() for module in model.modules() if isinstance(module, nn.Linear) for weight in [module.weight]
+    )
+    return model.head.weight.device.type == "cpu" and batch * weights <= LITTLE
 
 
 def _next_logits(model: LanguageModel, tokens: Tensor, cache: KeyValueCache | None, mask: Tensor | None) -> Tensor:
