@@ -131,9 +131,8 @@ def _by_block(rows: Tensor, block: int, fill: float) -> Tensor:
 def _in_shares(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """_certified_sides, computed by several threads."""
     batch, heads, queries, dim = problem.q.shape
-    shares = split(
-        problem, torch.full((batch, heads), float(COST * (queries + problem.k.shape[2]) * dim), device="cpu")
-    )
+    each = float(COST * (queries + problem.k.shape[2]) * dim)
+    shares = split(problem, torch.full((batch, heads), each, dtype=torch.float64, device="cpu"))
     if len(shares) == 1:
         return _certified_sides(problem, block)
     first, last = (torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64) for _ in range(2))

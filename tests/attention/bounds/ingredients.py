@@ -75,7 +75,8 @@ class Ingredients:
         future = past if case.future is None else torch.atleast_2d(case.future).double().expand(batch, heads)
         sights = case.sees or ("past" if case.causal else "both",) * heads
         sides = torch.tensor([2.0 if sight == "both" else 1.0 for sight in sights])[:, None]
-        position = -distances(case)[:, None, :, 0].double()  # [B or 1, 1, Tq]
+        position, moved = next_to_the_keys(case)  # [B or 1, 1, Tq]
+        total = total + torch.where(moved > 0, past[..., None] * moved, -future[..., None] * moved)
         length = -(-case.k.shape[2] // block) * block
         ways = [way for way in ("past", "future") if any(sight in (way, "both") for sight in sights)]
         for way, (tail, _, reach, edges, threshold) in zip(ways, self.sides, strict=True):
@@ -105,6 +106,18 @@ class Ingredients:
                 under = under[torch.isfinite(under)]
                 least = 1e-12 * (1.0 + sums[torch.isfinite(sums)].abs().max())
                 assert float(under.max()) <= least, f"the table is {float(under.max())} too low"
+
+
+def next_to_the_keys(case: Case) -> tuple[Tensor, Tensor]:
+    """Positions of queries, those beyond all keys of their row put next to them, and how far each was moved."""
+    position = -distances(case)[:, None, :, 0].double()
+    if case.cu_seqlens is not None:
+        return position, torch.zeros_like(position)
+    keys = case.k.shape[2]
+    real = torch.ones((1, keys), dtype=torch.bool) if case.key_padding_mask is None else case.key_padding_mask
+    first = real.int().argmax(-1).double()[:, None, None]
+    near = torch.minimum(torch.maximum(position, first - 1), first + real.sum(-1)[:, None, None])
+    return near, position - near
 
 
 def ingredients(name: str) -> None:
