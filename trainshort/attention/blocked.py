@@ -29,6 +29,7 @@ LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
 TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
 STRIP_ROWS = 1024  # and its largest from 768 on
 TOGETHER = 2**21  # elements of keys that the pieces of one call may hold
+CACHED = 2**18  # elements of the queries that one thread takes at once
 LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied together
 
 
@@ -63,26 +64,27 @@ def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     shares = shares_of(problem, windows)
     out = torch.empty_like(problem.q)
     if len(shares) == 1:
-        own_out, own_lse = _forward_share(problem, windows, problem.q.shape[:2])
+        own_out, own_lse = _forward_share(problem, windows, problem.q.shape[:2], None)
         same = own_out.dtype == out.dtype and own_out.stride() == out.stride()
         return own_out if same else out.copy_(own_out), own_lse.contiguous()
     lse = out.new_empty(out.shape[:3], dtype=problem.accumulate_dtype)
 
     def compute(share: Share) -> None:
         own_windows = None if windows is None else share.queries(windows)
-        own_out, own_lse = _forward_share(share.of(problem), own_windows, problem.q.shape[:2])
-        share.queries(out).copy_(own_out)
-        share.queries(lse).copy_(own_lse)
+        into = (share.queries(out), share.queries(lse))
+        _forward_share(share.of(problem), own_windows, problem.q.shape[:2], into)
 
     threads.run(compute, shares)
     return out, lse
 
 
-def _forward_share(problem: Problem, windows: Tensor | None, lanes: torch.Size) -> tuple[Tensor, Tensor]:
+def _forward_share(
+    problem: Problem, windows: Tensor | None, lanes: torch.Size, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     try:
-        return _Run(problem, windows, _can_fuse(problem), lanes).forward()
+        return _Run(problem, windows, _can_fuse(problem), lanes).forward(into)
     except engine.SuspiciousError:
-        return _Run(problem, windows, False, lanes).forward()
+        return _Run(problem, windows, False, lanes).forward(into)
 
 
 def backward(
@@ -92,7 +94,7 @@ def backward(
     shares = shares_of(problem, windows)
     with torch.autocast(problem.q.device.type, enabled=False):
         if len(shares) == 1:
-            gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2])
+            gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2], None)
             dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
             return dq, dk, dv, bias.gradients() if want_bias else BiasGradients()
         dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
@@ -100,12 +102,14 @@ def backward(
         def compute(share: Share) -> PieceBias:
             own_windows = None if windows is None else share.queries(windows)
             own_out, own_lse, own_grad = (share.queries(tensor) for tensor in (out, lse, grad))
+            own = (share.queries(dq), share.key_heads(dk), share.key_heads(dv))
+            into = own if dq.dtype == problem.accumulate_dtype else None
             gradients, bias = _backward_share(
-                share.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2]
+                share.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2], into
             )
-            share.queries(dq).copy_(gradients[0])
-            share.key_heads(dk).copy_(gradients[1])
-            share.key_heads(dv).copy_(gradients[2])
+            if into is None:
+                for target, gradient in zip(own, gradients, strict=True):
+                    target.copy_(gradient)
             return bias
 
         biases = threads.run(compute, shares)
@@ -125,10 +129,11 @@ def _backward_share(
     grad: Tensor,
     want_bias: bool,
     lanes: torch.Size,
+    into: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias]:
     fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
     run = _Run(problem, windows, fused, lanes)
-    return run.backward(out, lse, grad, want_bias), run.bias
+    return run.backward(out, lse, grad, want_bias, into), run.bias
 
 
 def _can_fuse(problem: Problem) -> bool:
@@ -220,7 +225,11 @@ class _Run:
             return [slice(segment.batch, segment.batch + 1)]
         if self.group > 1 or max(slope.shape[0] for slope in self.problem.slopes(self.dtype)) > 1:
             return [slice(row, row + 1) for row in range(self.batch)]
-        return [slice(0, self.batch)]
+        if not threads.is_inside():
+            return [slice(0, self.batch)]
+        # What one thread computes at once stays in its core's cache.
+        rows = max(1, CACHED // (self.heads * self.queries * self.dim))
+        return [slice(row, min(row + rows, self.batch)) for row in range(0, self.batch, rows)]
 
     def _spread(self, whole: list[bool]) -> dict[tuple[int, int, Piece], list[Place]]:
         """Places of equal pieces: (head, row of the batch if its bias is its own, piece at 0) -> places."""
@@ -273,13 +282,17 @@ class _Run:
 
     # The passes
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
         run_piece = engine.fused_forward if self.fused else engine.plain_forward
         scale = self.problem.scale
-        if self._single_call():
+        if into is None and self._single_call():
             return run_piece(self.q, self.k, self.v, self._bias_of(self.calls[0])[0], scale)
-        out = torch.empty_like(self.q)
-        lse = torch.empty(self.q.shape[:3], dtype=self.dtype, device=self.q.device)
+        if into is None or into[0].dtype != self.dtype:
+            out = torch.empty_like(self.q)
+            lse = torch.empty(self.q.shape[:3], dtype=self.dtype, device=self.q.device)
+        else:
+            out, lse = into
         if self._written() < lse.numel():  # queries that see no key
             out.zero_()
             lse.zero_()
@@ -298,27 +311,38 @@ class _Run:
                     engine.merge(target, target_lse, part[:, lanes], part_lse[:, lanes])
         if not self.fused:  # a query all of whose scores are -inf: 0/0, as dense attention has it
             out.masked_fill_(torch.isneginf(lse)[..., None], math.nan)
+        if into is not None and out is not into[0]:
+            into[0].copy_(out)
+            into[1].copy_(lse)
         return out, lse
 
-    def backward(self, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        want_bias: bool,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
         run_piece = engine.fused_backward if self.fused else engine.plain_backward
         scale = self.problem.scale
         out, grad = self._usable(out), self._usable(grad)
-        if self._single_call() and not want_bias:
+        if into is None and self._single_call() and not want_bias:
             mask = self._bias_of(self.calls[0])[0]
             return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
-        dq = gradient_like(self.q, self.dtype)
-        # Queries of one piece only are stored, not added. Where the first call covers all keys, its gradients are
-        # taken as they are, and the others added to them.
+        dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
+        # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
         calls = sorted(self.calls, key=lambda call: -call.piece.keys)
-        every_key = (self.k.shape[2], self.batch * self.heads)
-        take_keys = bool(calls) and self.group == 1 and (calls[0].piece.keys, calls[0].lanes) == every_key
-        take_keys = take_keys and isinstance(calls[0], Together) and self.batch > 0
+        covering = [call for call in calls if isinstance(call, Together) and call.piece.keys == self.k.shape[2]]
+        if self.group > 1 or sum(call.lanes for call in covering) != self.batch * self.heads:
+            covering = []
         if not store_queries:
             dq.zero_()
-        if not take_keys:
-            dk, dv = (gradient_like(t, self.dtype).zero_() for t in (self.k, self.v))
+        if not covering:
+            dk.zero_()
+            dv.zero_()
         for call in calls:
             mask, shift = self._bias_of(call)
             own_lse = call.queries(lse)
@@ -337,11 +361,11 @@ class _Run:
                     target.copy_(gradients.q[:, lanes])
                 else:
                     target.add_(gradients.q[:, lanes])
-            if take_keys and call is calls[0]:
-                dk, dv = gradients.k, gradients.v
-            else:
-                for total, parts in ((dk, gradients.k), (dv, gradients.v)):
-                    for target, part in call.key_targets(total, parts):
+            for total, parts in ((dk, gradients.k), (dv, gradients.v)):
+                for target, part in call.key_targets(total, parts):
+                    if call in covering:
+                        target.copy_(part)
+                    else:
                         target.add_(part)
             if want_bias and gradients.scores is not None:
                 for rows, heads, scores in call.by_head(gradients.scores):
