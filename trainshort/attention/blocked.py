@@ -29,7 +29,7 @@ LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
 TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
 STRIP_ROWS = 1024  # and its largest from 768 on
 TOGETHER = 2**21  # elements of keys that the pieces of one call may hold
-CACHED = 2**18  # elements of the queries that one thread takes at once
+CACHED = 2**19  # elements of the queries that one thread takes at once
 LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied together
 
 
