@@ -1,8 +1,8 @@
 """Attention in pure torch with linear memory, forward and backward, on any device.
 
-Each query block visits exactly the key blocks of its certified window, cut into pieces (plan.py) that are
-computed one or several at a time (passes.py, calls.py, pieces.py) and merged by their log-sum-exp. The backward pass cuts
-the same windows, so it skips exactly what the forward pass skipped.
+Each query block visits exactly the key blocks of its certified window, cut into pieces (plan.py) that are computed
+one or several at a time (calls.py, pieces.py) and merged by their log-sum-exp (passes.py). The backward pass cuts the
+same windows, so it skips exactly what the forward pass skipped. On a CPU, threads share a call (shares.py, threads.py).
 """
 
 from __future__ import annotations
