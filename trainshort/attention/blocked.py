@@ -2,7 +2,7 @@
 
 Each query block visits exactly the key blocks of its certified window, cut into pieces (plan.py) that are computed
 one or several at a time (calls.py, pieces.py) and merged by their log-sum-exp (passes.py). The backward pass cuts the
-same windows, so it skips exactly what the forward pass skipped. On a CPU, threads share a call (shares.py, threads.py).
+same windows, so it skips exactly what the forward pass skipped. On a CPU threads share a call (shares.py).
 """
 
 from __future__ import annotations
