@@ -1,8 +1,11 @@
-"""Settings of all tests: one thread a worker where tests run side by side, and repeatable random numbers."""
+"""Settings of all tests: one thread a worker where tests run side by side, repeatable random numbers, and which cases
+of the long tables `make test` runs: a sample, and `make test-all` the others."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,30 @@ from hypothesis import settings
 settings.register_profile("trainshort", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("trainshort")
 
+HERE = Path(__file__).parent
+# Of the cases of one test, `make test` runs the first and every so many after it.
+SAMPLED = {"attention/triton": 5, "attention": 3, "models/test_compile.py": 3, "models/test_overfit.py": 3}
+FEWEST = 3  # cases: shorter tables are run whole
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is not in the sample as slow."""
+
+    def name(item: pytest.Item) -> tuple[Path, str]:
+        return item.path, item.name.partition("[")[0]
+
+    counts, seen = Counter(name(item) for item in items), Counter[tuple[Path, str]]()
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        place = item.path.relative_to(HERE).as_posix()
+        step = next((step for folder, step in SAMPLED.items() if place.startswith(folder)), 1)
+        if counts[name(item)] > FEWEST and seen[name(item)] % step:
+            item.add_marker(pytest.mark.slow)
+        seen[name(item)] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ For the output and for each gradient, head by head, in the Euclidean norm:
 
 loss        what dense attention with float32 arithmetic and results in the inputs' dtype is away from float64, on
             the same inputs. Its backward pass computes delta = dout . out from the output as it was rounded to that
-            dtype, as every flash kernel does; a backward pass that kept the output in float32 would lose less. For float64 inputs: the same measurement on the inputs rounded to float32, times 2^-29,
-            plus the rounding of a result to its own dtype (slopes may well be float32).
+            dtype, as every flash kernel does; one that kept the output in float32 would lose less. For float64
+            inputs: the same measurement on the inputs rounded to float32, times 2^-29, plus the rounding of a result
+            to its own dtype (slopes may well be float32).
 unit        the unit roundoff of the arithmetic, and magnitude the same sums with every term taken absolute and every
             weight e^(score - total) counted 1 + |score| + |total| times: an error that no order of operations can
             promise to avoid, where `loss` happens to be small by luck.
