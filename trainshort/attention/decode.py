@@ -86,7 +86,7 @@ def _lows(problem: Problem) -> list[list[int]]:
     """
     batch, heads, _, dim = problem.q.shape
     keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
-    if problem.tolerance <= 0.0 or problem.key_norms is None:
+    if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK:  # a single block is read whole
         rows = [[0] * kv_heads] * batch
     else:
         q, norms = problem.q.detach(), problem.key_norms.detach()
