@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,3 +184,35 @@ def test_uneven_or_small_problems_are_left_whole(monkeypatch: pytest.MonkeyPatch
     assert len(shares.split(problem, even * 2.0**-10)) == 1
     even[0, 2] = 2.0**34
     assert len(shares.split(problem, even)) == 1
+
+
+class Stopped(Exception):
+    """What the signal handler of the next test raises."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+def test_no_signal_is_lost(several: int) -> None:
+    """A handler may raise at any time, also while the callback that OpenMP runs is being entered or left."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    q, k, v = (torch.randn(2, 8, 256, 32) for _ in range(3))
+    ts.alibi_attention(q, k, v)  # the first call imports parts of torch, which swallow what is raised meanwhile
+    before = signal.signal(signal.SIGALRM, stop)
+    lost = 0
+    try:
+        for trial in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0003 * trial)
+                end = time.monotonic() + 2.0
+                while time.monotonic() < end:
+                    ts.alibi_attention(q, k, v)
+                lost += 1
+            except Stopped:
+                pass
+            assert not threads.is_inside()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert lost == 0

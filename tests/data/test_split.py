@@ -138,3 +138,14 @@ def test_the_seed_and_the_text_decide_alone(tmp_path: Path) -> None:
     one, two = (prepared(tmp_path / "books", tmp_path / name, seed=5).identity for name in ("a", "b"))
     assert one == two
     assert TokenData(tmp_path / "a").meta["validation"] == TokenData(tmp_path / "b").meta["validation"]
+
+
+@pytest.mark.parametrize(("line", "lines"), [(600, 13), (1000, 10), (2000, 10), (3900, 19), (80, 18), (5, 20)])
+def test_a_short_text_of_long_lines_keeps_about_what_was_asked(line: int, lines: int) -> None:
+    """An edge moves to the next line only if that is near, so that a passage is never empty and never twice as long."""
+    text = "\n".join(("word " * line)[:line] for _ in range(lines)) + "\n"
+    for seed in range(40):
+        documents, passages = choose_by_size(np.array([len(text)]), 0.05, seed)
+        choice = Choice(PASSAGES, documents, passages)
+        kept = sum(len(part.text) for split, part in choice.assign([Part(text, True, True)]) if split == "validation")
+        assert 0.7 * int(0.05 * len(text)) <= kept <= 1.3 * 0.05 * len(text), (seed, kept / len(text))

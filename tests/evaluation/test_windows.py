@@ -63,7 +63,7 @@ def test_the_span_lies_in_the_text_and_fills_the_longest_window(
 ) -> None:
     count = min(tokens - 1 - lead, tokens if limit is None else limit)
     if count < 1 or lead + count < max(lengths):
-        with pytest.raises(ValueError, match="too few"):
+        with pytest.raises(ValueError, match="too few" if tokens else "holds no text"):
             scored_span(tokens, lengths, limit=limit, lead=lead)
         return
     first, last = scored_span(tokens, lengths, limit=limit, lead=lead)

@@ -303,3 +303,5 @@ def test_a_prompt_is_a_tensor(prompt: Any) -> None:
         TypeError, match=rf"tokens must be an int tensor .*got {type(prompt).__name__}.*encode\(text\)"
     ):
         language_model().generate(prompt, max_new_tokens=3)
+    with pytest.raises(TypeError, match="tokens must be an int tensor"):
+        language_model().generate(prompt)  # the same without options

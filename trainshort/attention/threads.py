@@ -13,6 +13,7 @@ OpenMP library that torch runs on, and MKL, which keeps a number of its own.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -98,10 +99,38 @@ def run(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Resul
         finally:
             _inside.run = False
 
-    library.parallel(_Region(work), None, count, 0)
+    try:
+        with _late_errors(work, errors):
+            library.parallel(_Region(work), None, count, 0)
+    finally:
+        _inside.run = False
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(items))]
+
+
+@contextmanager
+def _late_errors(work: Callable[..., None], errors: list[BaseException]) -> Iterator[None]:
+    """Keeps what signal handlers raise while `work` is being entered or left: ctypes would print it and go on.
+
+    Python runs signal handlers in its main thread alone, so the others need nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.object is work and unraisable.exc_value is not None:
+            errors.append(unraisable.exc_value)
+        else:
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
 
 
 @contextmanager

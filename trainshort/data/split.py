@@ -21,7 +21,8 @@ from trainshort.data.text import Part
 
 TRAIN, VALIDATION = "train", "validation"
 NAMED, DOCUMENTS, PASSAGES, NOTHING = "named sources", "whole documents", "passages", "none"
-NEAR = 4096  # characters that a passage may be moved by, to begin and end with a line
+NEAR = 4096  # characters that an edge of a passage may be moved by, to stand between lines,
+PART = 4  # but at most one in so many of its own
 LISTED = 20  # sources that meta.json names
 
 
@@ -109,6 +110,7 @@ class _Cutter:
 
     def __init__(self, passage: tuple[int, int]) -> None:
         self.edges = list(passage)
+        self.near = min(NEAR, (passage[1] - passage[0]) // PART)
         self.place = 0  # of the part, in the document
         self.split, self.begun = TRAIN, False
 
@@ -116,7 +118,7 @@ class _Cutter:
         at = 0
         while self.edges and self.edges[0] < self.place + len(part.text):
             edge = self.edges[0] - self.place
-            edge = max(at, _line_after(part.text, edge) if edge > 0 else 0)
+            edge = max(at, _line_after(part.text, edge, self.near) if edge > 0 else 0)
             if edge == len(part.text):
                 break  # the next part begins with it
             yield from self._piece(part.text[at:edge], ends=True)
@@ -132,10 +134,10 @@ class _Cutter:
             self.begun = not ends
 
 
-def _line_after(text: str, place: int) -> int:
-    """Where the next line begins, or the next space stands, if one is near; else the place itself."""
-    line = text.find("\n", place, place + NEAR)
+def _line_after(text: str, place: int, near: int) -> int:
+    """Where the next line begins, or the next space stands, if one is so near; else the place itself."""
+    line = text.find("\n", place, place + near)
     if line >= 0:
         return line + 1
-    space = text.find(" ", place, place + NEAR)
+    space = text.find(" ", place, place + near)
     return space if space >= 0 else place

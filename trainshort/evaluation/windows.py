@@ -48,6 +48,11 @@ def scored_span(tokens: int, lengths: Sequence[int], *, limit: int | None = None
 
     limit: at most this many places. lead: places before the first, as context.
     """
+    if tokens == 0:
+        raise ValueError(
+            "the split to be scored holds no text: prepare the data again with more text, with a larger "
+            "validation_fraction (--validation-fraction), or with texts for validation (--validation)"
+        )
     longest = max(lengths)
     count = tokens - 1 - lead
     if limit is not None:

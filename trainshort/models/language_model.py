@@ -99,6 +99,7 @@ class LanguageModel(Model):
         """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""
         from trainshort.models.generate import generate
 
+        require_tokens("tokens", tokens)  # before Python misses an option
         return generate(self, tokens, **options)
 
 

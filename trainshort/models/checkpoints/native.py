@@ -26,8 +26,6 @@ from trainshort.reading import read_json
 
 FORMAT = "trainshort"
 VERSION = 1
-# As safetensors names them.
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 KINDS: dict[str, Callable[[ModelConfig], nn.Module]] = {"LanguageModel": LanguageModel, "Encoder": Encoder}
 
 
