@@ -186,7 +186,7 @@ def test_uneven_or_small_problems_are_left_whole(monkeypatch: pytest.MonkeyPatch
     assert len(shares.split(problem, even)) == 1
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """What the signal handler of the next test raises."""
 
 
@@ -195,7 +195,7 @@ def test_no_signal_is_lost(several: int) -> None:
     """A handler may raise at any time, also while the callback that OpenMP runs is being entered or left."""
 
     def stop(number: int, frame: object) -> None:
-        raise Stopped
+        raise StoppedError
 
     q, k, v = (torch.randn(2, 8, 256, 32) for _ in range(3))
     ts.alibi_attention(q, k, v)  # the first call imports parts of torch, which swallow what is raised meanwhile
@@ -209,7 +209,7 @@ def test_no_signal_is_lost(several: int) -> None:
                 while time.monotonic() < end:
                     ts.alibi_attention(q, k, v)
                 lost += 1
-            except Stopped:
+            except StoppedError:
                 pass
             assert not threads.is_inside()
     finally:

@@ -142,7 +142,7 @@ def test_the_seed_and_the_text_decide_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "lines"), [(600, 13), (1000, 10), (2000, 10), (3900, 19), (80, 18), (5, 20)])
 def test_a_short_text_of_long_lines_keeps_about_what_was_asked(line: int, lines: int) -> None:
-    """An edge moves to the next line only if that is near, so that a passage is never empty and never twice as long."""
+    """An edge moves to the next line only if that is near: a passage is never empty and never twice as long."""
     text = "\n".join(("word " * line)[:line] for _ in range(lines)) + "\n"
     for seed in range(40):
         documents, passages = choose_by_size(np.array([len(text)]), 0.05, seed)
