@@ -38,7 +38,7 @@ class Pass:
         self.problem = replace(problem, q=self.q, k=self.k, v=self.v)
         self.batch, self.heads, self.queries, self.dim = self.q.shape
         self.group = self.heads // self.k.shape[1]
-        self.beyond = 0 if problem.bias is None else problem.bias.separable_beyond
+        self.beyond = problem.bias_reach
         self.shape = self._shape(*lanes)
         self.segments = segments(problem) if self.k.shape[2] and self.queries else []
         self.windows = windows

@@ -109,7 +109,7 @@ class Problem:
     @property
     def bias_reach(self) -> int:
         """How far from a query the bias still depends on the distance in a way of its own: T5's largest distance."""
-        return self.bias.max_distance if isinstance(self.bias, BucketBias) else 0
+        return 0 if self.bias is None else self.bias.separable_beyond
 
     def positions(self) -> Tensor:
         """The position of each query among the keys, int64 [B or 1, Tq].
