@@ -38,7 +38,7 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 STEEP = torch.tensor([0.9, 0.3, 0.02, 0.01])
 FEATURES: dict[str, dict] = {
-    "causal": {},
+    "causal": {"queries": 300},
     "windows": {"batch": 1, "queries": 700, "slopes": STEEP},
     "windows_of_rows": {"queries": 600, "slopes": torch.stack((STEEP, STEEP.flip(0)))},
     "symmetric": {"queries": 600, "slopes": STEEP, "causal": False},
@@ -52,7 +52,7 @@ FEATURES: dict[str, dict] = {
     "bucket": {"bias": "bucket", "queries": 300},
     "no_bias": {"bias": "none", "queries": 300},
     "half": {"dtype": torch.bfloat16, "queries": 300},
-    "many_rows": {"batch": 7, "queries": 64},
+    "many_rows": {"batch": 7, "queries": 300},
 }
 
 

@@ -24,6 +24,7 @@ from trainshort.attention.threads import one_thread
 from trainshort.attention.values import LARGEST_SLOPE
 
 LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
+ALL = slice(None)
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
 
@@ -49,18 +50,19 @@ def fits(problem: Problem) -> bool:
 
 def attend(problem: Problem) -> Tensor | None:
     """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
-    if not all(0.0 < slope <= LARGEST_SLOPE for row in _slope_rows(problem) for slope in row):
+    slopes = _slope_rows(problem)
+    if not all(0.0 < slope <= LARGEST_SLOPE for row in slopes for slope in row):
         return None
     if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
         return None
-    done = _forward(problem, _lows(problem))
+    done = _forward(problem, _lows(problem, slopes), slopes)
     return None if done is None else done[0]
 
 
 def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
     group = problem.q.shape[1] // problem.k.shape[1]
-    first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem)]
+    first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem, _slope_rows(problem))]
     low = torch.tensor(first, dtype=torch.int32, device="cpu")
     if low.shape[0] < problem.q.shape[0]:
         low = low.expand(problem.q.shape[0], -1)
@@ -75,10 +77,13 @@ def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     group = problem.q.shape[1] // problem.k.shape[1]
     lows: list[list[int]] = (windows[:, ::group, 0, 0] * BLOCK).tolist()
-    return _forward(problem, lows if problem.key_padding_mask is not None else lows[:1])
+    return _forward(problem, lows if problem.key_padding_mask is not None else lows[:1], _slope_rows(problem))
 
 
-def _lows(problem: Problem) -> list[list[int]]:
+Slopes = tuple[tuple[float, ...], ...]  # of every row of the batch, or one row for all
+
+
+def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     """The first key to read for each key head: one list for the whole batch, or one a row under padding.
 
     The geometric tail with the largest norm so far, against the query's own key:
@@ -87,15 +92,16 @@ def _lows(problem: Problem) -> list[list[int]]:
     batch, heads, _, dim = problem.q.shape
     keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
     if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK:  # a single block is read whole
+        if problem.key_padding_mask is None:
+            return [[0] * kv_heads]
         rows = [[0] * kv_heads] * batch
     else:
-        q, norms = problem.q.detach(), problem.key_norms.detach()
+        norms = problem.key_norms
         longest: list[list[float]] = (norms if norms.dim() == 2 else norms.amax(-1)).tolist()  # [B, Hkv]
-        own = problem.k.detach()[:, :, -1:]
-        grouped = _grouped(q, kv_heads)
+        own = problem.k[:, :, -1:]
+        grouped = _grouped(problem.q, kv_heads)
         scores: list[list[list[float]]] = (grouped * own).sum(-1).tolist()  # [B, Hkv, G]
         lengths: list[list[list[float]]] = torch.linalg.vector_norm(grouped, dim=-1).tolist()
-        slopes = _slope_rows(problem)
         tiny = dim**0.5 * UNDERFLOW
         # Twice the rounding of a norm and of an inner product, relative to s‖q‖K.
         slack = abs(problem.scale) * (1.0 + 4 * (dim + 4) * 2.0**-23)
@@ -128,12 +134,10 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     return q if q.shape[1] == kv_heads else q[:, :, 0].unflatten(1, (kv_heads, -1))
 
 
-def _slope_rows(problem: Problem) -> tuple[tuple[float, ...], ...]:
-    """The slopes as numbers, for every row of the batch or one for all."""
+def _slope_rows(problem: Problem) -> Slopes:
     assert isinstance(problem.bias, LinearBias)
-    slopes = problem.bias.slopes.detach()
-    rows = [slopes.tolist()] if slopes.dim() == 1 else slopes.tolist()
-    return tuple(tuple(row) for row in rows)
+    slopes = problem.bias.slopes
+    return (tuple(slopes.tolist()),) if slopes.dim() == 1 else tuple(map(tuple, slopes.tolist()))
 
 
 def _shared(lows: list[int], keys: int) -> list[int]:
@@ -151,21 +155,21 @@ def _shared(lows: list[int], keys: int) -> list[int]:
     return shared
 
 
-def _forward(problem: Problem, lows: list[list[int]]) -> tuple[Tensor, Tensor] | None:
+def _forward(problem: Problem, lows: list[list[int]], slopes: Slopes) -> tuple[Tensor, Tensor] | None:
     batch, _, keys, dim = problem.k.shape
     read = sum(keys - low for row in lows for low in row) * dim * (batch if len(lows) == 1 else 1)
     with one_thread() if read <= LITTLE else nullcontext():
-        return _attended(problem, lows)
+        return _attended(problem, lows, slopes)
 
 
-def _attended(problem: Problem, lows: list[list[int]]) -> tuple[Tensor, Tensor] | None:
+def _attended(problem: Problem, lows: list[list[int]], slopes: Slopes) -> tuple[Tensor, Tensor] | None:
     if problem.key_padding_mask is None:
-        parts = list(_calls(problem, slice(None), lows[0], 0))
+        parts = list(_calls(problem, slopes, ALL, lows[0], 0))
         out, lse = parts[0] if len(parts) == 1 else _joined(parts, 1)
     else:  # row by row, so that padding is not even multiplied by zero
         begins = problem.key_runs()[0][:, 0].tolist()
         each = [
-            _joined(list(_calls(problem, slice(row, row + 1), lows[row], begin)), 1)
+            _joined(list(_calls(problem, slopes, slice(row, row + 1), lows[row], begin)), 1)
             for row, begin in enumerate(begins)
         ]
         out, lse = _joined(each, 0)
@@ -181,38 +185,39 @@ def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tenso
     return torch.cat(outs, dim=dim), torch.cat(sums, dim=dim)
 
 
-def _calls(problem: Problem, rows: slice, lows: list[int], begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _calls(
+    problem: Problem, slopes: Slopes, rows: slice, lows: list[int], begin: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Output [rows, heads, G, D] and log-sum-exp of neighbouring key heads, for rows whose keys start at `begin`."""
-    q, k, v = problem.q.detach()[rows], problem.k.detach()[rows], problem.v.detach()[rows]
-    q, keys, head = _grouped(q, k.shape[1]), k.shape[2], 0
+    q, k, v, kv_heads, keys, head = problem.q, problem.k, problem.v, problem.k.shape[1], problem.k.shape[2], 0
+    if rows != ALL:
+        q, k, v = q[rows], k[rows], v[rows]
+    q = _grouped(q, kv_heads)
     for low, heads in groupby(lows):
         first, head = head, head + len(list(heads))
         start = max(low, begin)
+        bias = _bias(slopes, q.dtype, rows, keys - start, kv_heads)
+        tensors = [q, k[:, :, start:], v[:, :, start:], bias] if start else [q, k, v, bias]
+        if head - first < kv_heads:
+            tensors = [tensor[:, first:head] for tensor in tensors]
         yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[:, first:head],
-            k[:, first:head, start:],
-            v[:, first:head, start:],
-            0.0,
-            False,
-            attn_mask=_bias(problem, rows, keys - start, k.shape[1])[:, first:head],
-            scale=problem.scale,
+            *tensors[:3], 0.0, False, attn_mask=tensors[3], scale=problem.scale
         )
 
 
-def _bias(problem: Problem, rows: slice, length: int, kv_heads: int) -> Tensor:
+def _bias(slopes: Slopes, dtype: torch.dtype, rows: slice, length: int, kv_heads: int) -> Tensor:
     """The bias of a query on its last `length` keys, [B or 1, Hkv, G, length]."""
-    slopes, dtype = _slope_rows(problem), problem.q.dtype
     if len(slopes) == 1 and length <= LONGEST_KEPT_BIAS:
         return _kept_bias(slopes, dtype, kv_heads)[..., LONGEST_KEPT_BIAS - length :]
     return _make_bias(slopes if len(slopes) == 1 else slopes[rows], dtype, kv_heads, length)
 
 
 @lru_cache(maxsize=4)
-def _kept_bias(slopes: tuple[tuple[float, ...], ...], dtype: torch.dtype, kv_heads: int) -> Tensor:
+def _kept_bias(slopes: Slopes, dtype: torch.dtype, kv_heads: int) -> Tensor:
     return _make_bias(slopes, dtype, kv_heads, LONGEST_KEPT_BIAS)
 
 
-def _make_bias(slopes: tuple[tuple[float, ...], ...], dtype: torch.dtype, kv_heads: int, length: int) -> Tensor:
+def _make_bias(slopes: Slopes, dtype: torch.dtype, kv_heads: int, length: int) -> Tensor:
     distance = torch.arange(1 - length, 1, dtype=dtype, device="cpu")
     penalties = torch.tensor(slopes, dtype=dtype, device="cpu").unflatten(1, (kv_heads, -1))
     return penalties[..., None] * distance

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from trainshort.attention.piece_bias import PieceBias
 from trainshort.attention.plan import Piece, Segment, Shape, cut, segments
 from trainshort.attention.problem import BLOCK, Problem, gradient_like
 from trainshort.attention.windows import visible_blocks
+
+Result = TypeVar("Result")
 
 LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
 TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
@@ -166,13 +170,22 @@ class Pass:
             None if shift is None else call.arrange(shift),
         )
 
+    def _engine(
+        self, call: Together | Spread, fused: Callable[..., Result], plain: Callable[..., Result]
+    ) -> Callable[..., Result]:
+        """The function that computes a call."""
+        if not self.fused:
+            return plain
+        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and self.problem.scale > 0
+        return partial(fused, causal=causal)
+
     # The passes
 
     def forward(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
-        run_piece = engine.fused_forward if self.fused else engine.plain_forward
         scale = self.problem.scale
         if into is None and self._single_call():
+            run_piece = self._engine(self.calls[0], engine.fused_forward, engine.plain_forward)
             return run_piece(self.q, self.k, self.v, self._bias_of(self.calls[0])[0], scale)
         if into is None or into[0].dtype != self.dtype:
             out = torch.empty_like(self.q)
@@ -184,6 +197,7 @@ class Pass:
             lse.zero_()
         for call in self.calls:
             mask, shift = self._bias_of(call)
+            run_piece = self._engine(call, engine.fused_forward, engine.plain_forward)
             part, part_lse = run_piece(call.queries(self.q), call.keys(self.k), call.keys(self.v), mask, scale)
             if shift is not None:
                 part_lse = part_lse + shift
@@ -211,11 +225,11 @@ class Pass:
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
-        run_piece = engine.fused_backward if self.fused else engine.plain_backward
         scale = self.problem.scale
         out, grad = self._usable(out), self._usable(grad)
         if into is None and self._single_call() and not want_bias:
             mask = self._bias_of(self.calls[0])[0]
+            run_piece = self._engine(self.calls[0], engine.fused_backward, engine.plain_backward)
             return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
         dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
         # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
@@ -232,6 +246,7 @@ class Pass:
         for call in calls:
             mask, shift = self._bias_of(call)
             own_lse = call.queries(lse)
+            run_piece = self._engine(call, engine.fused_backward, engine.plain_backward)
             gradients = run_piece(
                 call.queries(grad),
                 call.queries(self.q),

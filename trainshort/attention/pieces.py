@@ -32,9 +32,13 @@ def has_fused() -> bool:
     return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """causal: keys after a query are left out by the kernel, besides what the mask says. Not with a scale of zero or
+    less, by which it multiplies the -inf that it hides them with."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     # Its fast exponential turns NaN into numbers, and a row of -inf into a sum of one: both show in the lse.
     doubtful = not math.isfinite(lse.sum().item()) or torch.count_nonzero(lse).item() < lse.numel()
@@ -44,12 +48,20 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
 
 
 def fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool = False,
 ) -> Gradients:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
-    if lanes > 1 or rows % 2 or threads.is_inside() or torch.get_num_threads() == 1:
-        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+    if lanes > 1 or rows % 2 or causal or threads.is_inside() or torch.get_num_threads() == 1:
+        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return Gradients(dq, dk, dv, None)
     # The kernel's threads share lanes, not rows: make two lanes of one.
     halves = (1, 2, rows // 2)

@@ -37,6 +37,10 @@ class Piece(NamedTuple):
     hidden_left: int = 0
     hidden_right: int = 0
 
+    def is_triangle(self, sight: Sight) -> bool:
+        """Whether the queries see the keys at their own places and before, and there are no others."""
+        return self.kind == "tile" and sight == "past" and self.distance == 0 and self.rows == self.keys
+
 
 class Segment(NamedTuple):
     """Queries that share one run of keys: a whole row, or a document of a packed one."""
