@@ -4,9 +4,10 @@
 
 Contenders, all in one run: SDPA's flash and cuDNN kernels without any bias, SDPA with a dense bias, compiled
 FlexAttention with an ALiBi score_mod, and ours (windows found in the measured time). bfloat16, causal, 16 heads,
-16,384 tokens (one row beyond). Times are medians of calls as a user makes them, the host's time included where it is
-the longer; those that end in `_gpu` are the sums of what the kernels took on the GPU alone. Inputs: random normal,
-and q, k, v of every layer of a language model that is trained here for a few hundred steps on Python's own library.
+16,384 tokens (one row beyond). Times are of calls as a user makes them, the best of three medians, the host's time
+included where it is the longer; those that end in `_gpu` are the sums of what the kernels took on the GPU alone.
+Inputs: random normal, and q, k, v of every layer of a language model that is trained here for a few hundred steps on
+Python's own library.
 """
 
 from __future__ import annotations

@@ -111,13 +111,16 @@ def gpu_time(function: Callable[[], object], calls: int = 6) -> float:
 
 
 def measure(call: Call, tensors: list[Tensor], *learned: Tensor) -> dict[str, float]:
-    """Milliseconds: forward, backward, both. learned: more tensors whose gradients are asked for."""
+    """Milliseconds: forward, backward, both. learned: more tensors whose gradients are asked for.
+
+    The best of three medians, for every contender: the host's cores are shared, and short calls wait for it.
+    """
     q, k, v, grad = (t.detach() for t in tensors)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     wanted = [*leaves, *learned]
 
     def timed(function: Callable[[], object]) -> float:
-        return do_bench(function, warmup=15, rep=50, return_mode="median")
+        return min(do_bench(function, warmup=8, rep=20, return_mode="median") for _ in range(3))
 
     def both() -> object:
         return torch.autograd.grad(call(*leaves), wanted, grad)
