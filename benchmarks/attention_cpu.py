@@ -176,10 +176,10 @@ def about(threads: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 16384, 65536])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 16384, 65536])
     parser.add_argument("--hard-lengths", type=int, nargs="*", default=[128, 512, 2048, 16384])
-    parser.add_argument("--beside-lengths", type=int, nargs="*", default=[128, 512, 2048, 16384])
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each measurement")
+    parser.add_argument("--beside-lengths", type=int, nargs="*", default=[128, 512, 1024, 2048, 16384])
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each measurement")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

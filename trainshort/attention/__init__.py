@@ -187,8 +187,8 @@ def certified_windows(
     (0, 0). With the default block of 128 these are exactly the keys that the backend visits, except that the
     `triton` backend cuts its windows at every 64 keys and queries; it finds them in its forward pass, which this
     runs, and visits still fewer keys in its backward pass. Where the slopes alone show that less than an eighth of
-    the blocks could be skipped, the `blocked` backend visits everything. Arguments as in `alibi_attention`; `bias`
-    instead of `slopes` for the variants of encoders.
+    the blocks could be skipped (a half in plain causal rows of at most 1,024), the `blocked` backend visits
+    everything. Arguments as in `alibi_attention`; `bias` instead of `slopes` for the variants of encoders.
     """
     check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:

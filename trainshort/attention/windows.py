@@ -35,6 +35,7 @@ from trainshort.attention.shares import Share, split
 QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
 FAR = 2**40  # beyond every key and every block, and exact in a double
 COST = 16  # of a number of q or k here, in multiplications
+SHORT = 1024  # keys of a row
 HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to add to
 
 
@@ -68,8 +69,8 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     """The heads whose slopes allow for skipping, before any norm is looked at; None where it would not pay.
 
     Whatever the norms are, a window is at least ln(1/tolerance)/m long. A head is worth the look if it could
-    skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go. Slopes that lie
-    on a GPU are not read: every head is looked at.
+    skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go; a half in short rows
+    (`SHORT`), which a few kernel calls compute whole. Slopes that lie on a GPU are not read: every head is looked at.
     """
     if not isinstance(problem.bias, LinearBias) or problem.tolerance <= 0.0:
         return None
@@ -89,7 +90,7 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
         kept = torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
     else:
         kept = (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
-    if float(kept.mean()) > 0.875:
+    if float(kept.mean()) > (0.5 if _is_short(problem) else 0.875):
         return None
     promising = (kept <= 0.75).nonzero()[:, 0].tolist()
     if not promising:
@@ -97,6 +98,13 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     group = heads // problem.k.shape[1]  # whole groups, so that their keys are a slice as well
     first, end = promising[0], promising[-1] + 1
     return slice(first // group * group, -(-end // group) * group)
+
+
+def _is_short(problem: Problem) -> bool:
+    """Plain causal rows of few keys."""
+    others = (problem.key_padding_mask, problem.cu_seqlens, problem.query_start, problem.key_norms)
+    same = problem.q.shape[2] == problem.k.shape[2] <= SHORT
+    return same and problem.causal and all(other is None for other in others)
 
 
 def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
