@@ -11,6 +11,7 @@ machine, and the common lengths once more beside a process that keeps one core b
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -81,6 +82,7 @@ def resident() -> int:
 def peak_above(call: Callable[[], object]) -> float:
     """Megabytes that a call holds at its peak beyond what was there before, its result included."""
     call()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, or the call would find its memory there
     before, peak, done = resident(), [0], threading.Event()
 
     def watch() -> None:
