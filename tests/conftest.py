@@ -16,7 +16,7 @@ settings.load_profile("trainshort")
 
 HERE = Path(__file__).parent
 # Of the cases of one test, `make test` runs the first and every so many after it.
-SAMPLED = {"attention/triton": 8, "attention": 4, "models/test_compile.py": 3, "models/test_overfit.py": 3}
+SAMPLED = {"attention/triton": 12, "attention": 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
 FEWEST = 3  # cases: shorter tables are run whole
 
 if "PYTEST_XDIST_WORKER" in os.environ:
