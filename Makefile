@@ -7,12 +7,12 @@ READY := $(VENV)/.ready
 .PHONY: test test-all test-gpu check format bench demo clean
 
 test: $(READY)  ## the tests, and the kernels in Triton's interpreter
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not gpu" --ignore tests/attention/triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m "not slow" tests/attention/triton
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not gpu" --ignore tests/ops/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m "not slow" tests/ops/triton
 
 test-all: $(READY)  ## the long tests, which `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 2 -m slow --ignore tests/attention/triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m slow tests/attention/triton
+	$(BIN)/python -m pytest --numprocesses 2 -m slow --ignore tests/ops/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m slow tests/ops/triton
 
 test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: four minutes
 	$(PYTHON) scripts/test_gpu.py

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 import trainshort as ts
-from trainshort.attention.problem import Problem, default_tolerance
-from trainshort.attention.triton import launch
+from trainshort.ops.problem import Problem, default_tolerance
+from trainshort.ops.triton import launch
 
 HEADS, TOKENS = 16, 16384
 FEW_STAGES = {"num_stages": 1}  # with torch's own choice, a lookup in the score_mod does not fit the H200's memory

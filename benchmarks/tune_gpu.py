@@ -4,7 +4,7 @@
 
 Every candidate is compiled in a pool of processes first (Triton keeps what is compiled on disk), then each kernel is
 timed on its own by the profiler, windows given. Prints the fastest, in the form of the table's rows; what it prints
-is put into trainshort/attention/triton/tuning.py by hand.
+is put into trainshort/ops/triton/tuning.py by hand.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import trainshort as ts
-from trainshort.attention.bias import LinearBias
-from trainshort.attention.problem import Problem, default_tolerance
-from trainshort.attention.triton import launch, plan
-from trainshort.attention.triton.tuning import Tiles, tiles_for
+from trainshort.ops.bias import LinearBias
+from trainshort.ops.problem import Problem, default_tolerance
+from trainshort.ops.triton import launch, plan
+from trainshort.ops.triton.tuning import Tiles, tiles_for
 
 HEADS, TOKENS = 16, 16384
 KERNELS = {"forward": "forward_kernel", "queries": "query_kernel", "keys": "key_kernel"}

@@ -16,7 +16,7 @@ settings.load_profile("trainshort")
 
 HERE = Path(__file__).parent
 # Of the cases of one test, `make test` runs the first and every so many after it.
-SAMPLED = {"attention/triton": 12, "attention": 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
+SAMPLED = {"ops/triton": 12, "ops": 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
 FEWEST = 3  # cases: shorter tables are run whole
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -46,7 +46,7 @@ def _seeded() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many certificates were counted (tests/attention/test_certificates_counted.py), and the worst."""
+    """How many certificates were counted (tests/ops/test_certificates_counted.py), and the worst."""
     reports = [*terminalreporter.stats.get("passed", ()), *terminalreporter.stats.get("failed", ())]
     counted = [found for found in (dict(report.user_properties) for report in reports) if "certified rows" in found]
     if counted:

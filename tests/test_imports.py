@@ -12,11 +12,11 @@ import pytest
 import trainshort
 
 PACKAGE = Path(trainshort.__file__).parent
-LAYERS = ["attention", "positions", "models", "data", "training", "evaluation", "experiments", "report", "cli"]
+LAYERS = ["ops", "positions", "models", "data", "training", "evaluation", "experiments", "report", "cli"]
 BESIDE = {
     "training": {"evaluation"},
-    "data": {"attention", "positions", "models"},
-    "report": {"attention", "positions", "models", "training", "evaluation", "experiments"},
+    "data": {"ops", "positions", "models"},
+    "report": {"ops", "positions", "models", "training", "evaluation", "experiments"},
 }
 
 
@@ -47,11 +47,11 @@ def test_no_layer_imports_a_later_one() -> None:
 
 
 def test_backends_do_not_import_each_other() -> None:
-    for name in ("reference", "plain"):
-        tree = ast.parse((PACKAGE / "attention" / f"{name}.py").read_text())
+    for name in ("reference", "sdpa"):
+        tree = ast.parse((PACKAGE / "ops" / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        others = {f"trainshort.attention.{other}" for other in ("reference", "plain", "blocked", "op")}
-        assert not modules & (others - {f"trainshort.attention.{name}"})
+        others = {f"trainshort.ops.{other}" for other in ("reference", "sdpa", "blocked", "operators")}
+        assert not modules & (others - {f"trainshort.ops.{name}"})
 
 
 def test_files_stay_readable() -> None:
@@ -78,7 +78,7 @@ def test_first_use_loads_no_extras() -> None:
         "x = torch.randn(1, 2, 5, 8)\n"
         "ts.alibi_attention(x, x, x)\n"
         # torch's own compiler loads triton where it is installed: what counts is whether we do
-        "extras = {'transformers', 'datasets', 'matplotlib', 'rich', 'trainshort.attention.triton.launch'}\n"
+        "extras = {'transformers', 'datasets', 'matplotlib', 'rich', 'trainshort.ops.triton.launch'}\n"
         "print(sorted(extras & (set(sys.modules) - before)))"
     )
     assert heavy == "[]"

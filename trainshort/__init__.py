@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LinearBias": "trainshort.attention",
-    "BucketBias": "trainshort.attention",
-    "alibi_attention": "trainshort.attention",
-    "alibi_slopes": "trainshort.attention",
-    "attention": "trainshort.attention",
-    "backend_for": "trainshort.attention",
-    "certified_windows": "trainshort.attention",
+    "LinearBias": "trainshort.ops",
+    "BucketBias": "trainshort.ops",
+    "alibi_attention": "trainshort.ops",
+    "alibi_slopes": "trainshort.ops",
+    "attention": "trainshort.ops",
+    "backend_for": "trainshort.ops",
+    "certified_windows": "trainshort.ops",
     "ModelConfig": "trainshort.models",
     "LanguageModel": "trainshort.models",
     "Encoder": "trainshort.models",
@@ -31,13 +29,6 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from trainshort.attention import BucketBias as BucketBias
-    from trainshort.attention import LinearBias as LinearBias
-    from trainshort.attention import alibi_attention as alibi_attention
-    from trainshort.attention import alibi_slopes as alibi_slopes
-    from trainshort.attention import attention as attention
-    from trainshort.attention import backend_for as backend_for
-    from trainshort.attention import certified_windows as certified_windows
     from trainshort.models import ALiBiConfig as ALiBiConfig
     from trainshort.models import ALiBiTransformer as ALiBiTransformer
     from trainshort.models import CrossAttention as CrossAttention
@@ -47,6 +38,13 @@ if TYPE_CHECKING:
     from trainshort.models import ModelConfig as ModelConfig
     from trainshort.models import load as load
     from trainshort.models import save as save
+    from trainshort.ops import BucketBias as BucketBias
+    from trainshort.ops import LinearBias as LinearBias
+    from trainshort.ops import alibi_attention as alibi_attention
+    from trainshort.ops import alibi_slopes as alibi_slopes
+    from trainshort.ops import attention as attention
+    from trainshort.ops import backend_for as backend_for
+    from trainshort.ops import certified_windows as certified_windows
 
 
 def __getattr__(name: str) -> Any:
@@ -59,19 +57,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps `trainshort.attention` a function.
-
-    It is also the name of a package, and Python sets a package as an attribute of its parent when it is first
-    imported. Setting it stores the function instead; `from trainshort.attention import ...` works as ever.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "attention" and isinstance(value, ModuleType):
-            value = value.attention
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from tests.attention.cases import random_case
-from tests.attention.dense import Case
+from tests.ops.cases import random_case
+from tests.ops.dense import Case
 
 MOST_PAIRS = 12_000_000  # of queries and keys, over all heads: float64 matrices of them must fit many times
 

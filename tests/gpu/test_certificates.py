@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.certificates import FLOAT64_NOISE, describe, unvisited_mass
-from tests.attention.dense import Case, dense
-from tests.attention.generators import cases
-from tests.attention.triton.interpreter import kept_by_both
+from tests.ops.certificates import FLOAT64_NOISE, describe, unvisited_mass
+from tests.ops.dense import Case, dense
+from tests.ops.generators import cases
+from tests.ops.triton.interpreter import kept_by_both
 
 LENGTHS = (1024, 997)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import trainshort as ts
-from tests.attention import hostile
-from tests.attention.cases import left_padding
-from tests.attention.dense import Case, dense
-from tests.attention.test_decoding import KINDS as NORMS
-from tests.attention.test_decoding import assert_output_within_budget, with_norms
-from tests.attention.triton.rounding import KernelJudge
 from tests.gpu.cases import gpu_case, on_gpu
 from tests.models.small import language_model, random_tokens
+from tests.ops import hostile
+from tests.ops.cases import left_padding
+from tests.ops.dense import Case, dense
+from tests.ops.test_decoding import KINDS as NORMS
+from tests.ops.test_decoding import assert_output_within_budget, with_norms
+from tests.ops.triton.rounding import KernelJudge
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 OUT_OF_RANGE = {  # what float16 cannot hold, or dense attention in 16 bits cannot compute

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import trainshort as ts
-from tests.attention.dense import Case
-from tests.attention.triton.interpreter import kept_by_both
-from tests.attention.triton.test_windows import missed
 from tests.gpu.cases import gpu_case
+from tests.ops.dense import Case
+from tests.ops.triton.interpreter import kept_by_both
+from tests.ops.triton.test_windows import missed
 
 CASES: dict[str, dict] = {
     "causal": {},
@@ -30,7 +30,7 @@ def make(name: str, **more) -> Case:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_second_run_goes_straight_to_the_driver_and_gives_the_same_bits(name: str) -> None:
-    from trainshort.attention.triton import plan
+    from trainshort.ops.triton import plan
 
     plan._plans.clear()
     case = make(name)
@@ -48,7 +48,7 @@ def test_the_second_run_goes_straight_to_the_driver_and_gives_the_same_bits(name
 
 
 def test_decoding_goes_straight_to_the_driver() -> None:
-    from trainshort.attention.triton import decoding
+    from trainshort.ops.triton import decoding
 
     decoding._programs.clear()
     case = make("causal", queries=1, keys=900)

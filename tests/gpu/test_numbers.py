@@ -1,11 +1,11 @@
-"""Numbers at the ends of their range, on the GPU: see tests/attention/numbers.py."""
+"""Numbers at the ends of their range, on the GPU: see tests/ops/numbers.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.attention import numbers
+from tests.ops import numbers
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 

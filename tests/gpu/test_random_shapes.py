@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.triton.rounding import KernelJudge
 from tests.gpu.cases import KINDS, random_gpu_case
+from tests.ops.triton.rounding import KernelJudge
 
 SHAPES = 17  # of each kind
 

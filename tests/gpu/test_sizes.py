@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
-from tests.attention.dense import Case
-from tests.attention.triton.rounding import KernelJudge
+from tests.ops.dense import Case
+from tests.ops.triton.rounding import KernelJudge
 
 pytestmark = pytest.mark.alone
 ROWS = 64

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
-from tests.attention.cases import left_padding
-from tests.attention.dense import Case, differentiate
-from tests.attention.triton.rounding import KernelJudge
 from tests.gpu.cases import gpu_case
+from tests.ops.cases import left_padding
+from tests.ops.dense import Case, differentiate
+from tests.ops.triton.rounding import KernelJudge
 
 CASES: dict[str, dict] = {
     "causal": {},

@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.made import LENGTHS, PERPLEXITIES, TOKENS, change, make_run, make_runs, record, skipped, write
 from tests.report.parsed import Page
-from trainshort.attention import alibi_slopes
+from trainshort.ops import alibi_slopes
 from trainshort.report.build import build_report, content_of
 from trainshort.report.heads import few_heads, paper_slopes, slopes_of
 from trainshort.report.methods import methods_of

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.attention import certified_windows
-from trainshort.attention.bias import LinearBias
 from trainshort.evaluation.config import BLOCK
 from trainshort.models.language_model import LanguageModel
+from trainshort.ops import certified_windows
+from trainshort.ops.bias import LinearBias
 
 
 @torch.inference_mode()

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.attention import alibi_attention, alibi_slopes, certified_windows
 from trainshort.data.machine import Waiting
+from trainshort.ops import alibi_attention, alibi_slopes, certified_windows
 
 LEAST = 3  # times that each is measured
 WAYS = ("trainshort", "dense bias", "row bias", "no bias")

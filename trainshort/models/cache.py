@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.attention.norms import row_norms
-from trainshort.attention.problem import BLOCK
-from trainshort.attention.values import vouch_for
 from trainshort.models.config import ModelConfig
+from trainshort.ops.norms import row_norms
+from trainshort.ops.problem import BLOCK
+from trainshort.ops.values import vouch_for
 
 FIRST_CAPACITY = 256  # of a growing cache
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainshort.attention.threads import one_thread
 from trainshort.models.layers import check_mask, require_tokens
+from trainshort.ops.threads import one_thread
 
 if TYPE_CHECKING:
     from trainshort.models.cache import KeyValueCache

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainshort.attention import attention
-from trainshort.attention.bias import Bias, LinearBias
-from trainshort.attention.triton.known import is_eager
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
+from trainshort.ops import attention
+from trainshort.ops.bias import Bias, LinearBias
+from trainshort.ops.triton.known import is_eager
 from trainshort.positions import Position
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

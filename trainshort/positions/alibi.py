@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainshort.attention.bias import Bias, LinearBias, alibi_slopes
+from trainshort.ops.bias import Bias, LinearBias, alibi_slopes
 from trainshort.positions.position import Position, Shape
 
 # Of the logarithms of trainable slopes. Below, no distance costs anything; above, everything but the query's own

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainshort.attention.bias import Bias
+from trainshort.ops.bias import Bias
 
 
 @dataclass(frozen=True, kw_only=True)

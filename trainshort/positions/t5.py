@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainshort.attention.bias import Bias, BucketBias
+from trainshort.ops.bias import Bias, BucketBias
 from trainshort.positions.position import Position, Shape
 
 

@@ -1,0 +1,43 @@
+"""One check a term of the proof of certified windows (docs/attention.md): whatever weakens a term fails its check.
+
+A bound that is loose by a factor hides errors of that factor, so these inputs are built along the proof (inputs.py),
+until what is skipped comes close to the tolerance; and ingredients.py looks at each step of the proof. `CHECKS` are
+run by test_bounds.py as they are, and by mutants.py against the package with an error put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tests.ops.bounds import decoding, ingredients, windows
+from tests.ops.bounds.inputs import LAYOUTS
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        windows.mean_of_near_keys,
+        windows.mean_of_near_keys_ahead,
+        windows.heads_apart,
+        windows.the_side_not_looked_to,
+        windows.both_sides,
+        windows.nearest_keys,
+        windows.nearest_keys_ahead,
+        windows.norms_by_block,
+        windows.quantile_edges,
+        windows.unseen_keys,
+        windows.padding_and_packing,
+        windows.not_finite,
+        decoding.decoding,
+        decoding.decoding_at_every_length,
+        decoding.decoding_heads,
+        decoding.decoding_rounding,
+        decoding.decoding_extremes,
+        ingredients.ingredients_large,
+        ingredients.rounding,
+        ingredients.long_sequences,
+        ingredients.ingredients_tiny,
+    )
+}
+CHECKS |= {f"random {name}": partial(windows.random_layout, name) for name in LAYOUTS}
+CHECKS |= {f"ingredients {name}": partial(ingredients.ingredients, name) for name in LAYOUTS}

@@ -1,0 +1,51 @@
+"""Random cases of attention, and the list of backends that every test runs over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import trainshort as ts
+from tests.ops.dense import Case
+
+BACKENDS = ["reference", "blocked"]
+
+
+def random_case(
+    *,
+    batch: int = 2,
+    heads: int = 3,
+    kv_heads: int | None = None,
+    queries: int = 129,
+    keys: int | None = None,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    bias: str = "linear",
+    **features,
+) -> Case:
+    """Normal q, k and v. bias: "linear" (the paper's slopes unless given), "bucket" or "none"."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = queries if keys is None else keys
+    kv_heads = heads if kv_heads is None else kv_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v = normal(batch, heads, queries, dim), *(normal(batch, kv_heads, keys, dim) for _ in range(2))
+    if bias == "linear":
+        features.setdefault("slopes", ts.alibi_slopes(heads))
+    elif bias == "bucket":
+        buckets = features.pop("num_buckets", 32)
+        features["table"] = torch.randn((buckets, heads), generator=generator)
+    return Case(q=q, k=k, v=v, **features)
+
+
+def left_padding(*real: int, length: int) -> Tensor:
+    """bool [B, length]: the last `real` keys of each row are real."""
+    return torch.stack([torch.arange(length) >= length - count for count in real])
+
+
+def right_padding(*real: int, length: int) -> Tensor:
+    """bool [B, length]: the first `real` keys of each row are real."""
+    return torch.stack([torch.arange(length) < count for count in real])

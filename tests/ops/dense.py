@@ -1,0 +1,228 @@
+"""Dense attention in float64, written from the formula and from nothing in `trainshort`: the measure of all backends.
+
+    score[i, j] = scale * q[i] . k[j] + bias(j - i)       where query i may see key j, else -inf
+    output[i]   = sum over j of softmax(score[i])[j] * v[j]
+
+A `Case` is one call of attention with every argument that changes what is computed. `exact` differentiates the
+formula in float64; `native` does the same arithmetic in float32, and so shows what the number format itself
+loses; `case.run` asks a backend. `keep` restricts the formula to a kept set of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import trainshort as ts
+from trainshort.ops import attention
+
+Results = dict[str, Tensor]  # "out", and the gradient of each of LEAVES that is there
+LEAVES = ("q", "k", "v", "slopes", "future", "table")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    q: Tensor  # [B, H, Tq, D]
+    k: Tensor  # [B, Hkv, Tk, D]
+    v: Tensor  # [B, Hkv, Tk, D]
+    slopes: Tensor | None = None  # [H] or [B, H]; without slopes and table there is no bias
+    future: Tensor | None = None  # [H] or [B, H]
+    offset: float = 0.0
+    sees: Sequence[str] | None = None
+    table: Tensor | None = None  # [buckets, H]
+    max_distance: int = 128
+    bidirectional: bool = False
+    causal: bool = True
+    scale: float | None = None
+    tolerance: float | None = None
+    key_padding_mask: Tensor | None = None  # [B, Tk]
+    cu_seqlens: Tensor | None = None  # [documents + 1]
+    query_start: int | Tensor | None = None
+    key_norms: Tensor | None = None
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which query may see which key, bool [B, H, Tq, Tk]."""
+        return in_sight(self)
+
+    @property
+    def bias(self) -> ts.LinearBias | ts.BucketBias | None:
+        if self.slopes is not None:
+            return ts.LinearBias(self.slopes, future=self.future, offset=self.offset, sees=self.sees)
+        if self.table is not None:
+            return ts.BucketBias(self.table, self.max_distance, self.bidirectional)
+        return None
+
+    @property
+    def true_scale(self) -> float:
+        return 1.0 / math.sqrt(self.q.shape[3]) if self.scale is None else self.scale
+
+    @property
+    def may_skip(self) -> float:
+        """The softmax mass that a query may skip, as the contract has it."""
+        if self.slopes is None:
+            return 0.0
+        if self.tolerance is not None:
+            return self.tolerance
+        return {torch.float64: 0.0, torch.float32: 2.0**-24}.get(self.q.dtype, 2.0**-14)
+
+    def arguments(self) -> dict:
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "tolerance": self.tolerance,
+            "key_padding_mask": self.key_padding_mask,
+            "cu_seqlens": self.cu_seqlens,
+            "query_start": self.query_start,
+            "key_norms": self.key_norms,
+        }
+
+    def attend(self, backend: str) -> Tensor:
+        return attention(self.q, self.k, self.v, bias=self.bias, backend=backend, **self.arguments())
+
+    def run(self, backend: str) -> Results:
+        return differentiate(self, lambda case: case.attend(backend))
+
+    def windows(self, block: int = 128) -> Tensor:
+        return ts.certified_windows(self.q, self.k, bias=self.bias, block=block, **self.arguments())
+
+    def kept(self, block: int = 128) -> Tensor:
+        """The pairs that certified windows keep: bool [B, H, Tq, Tk]."""
+        windows = self.windows(block).repeat_interleave(block, dim=2)[:, :, : self.q.shape[2]]  # [B, H, Tq, 2]
+        key_block = torch.arange(self.k.shape[2], device=self.k.device) // block
+        return (key_block >= windows[..., :1]) & (key_block < windows[..., 1:])
+
+    def upstream(self) -> Tensor:
+        """A gradient of the output, the same for everyone who asks."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.q.shape, generator=generator).to(self.q.dtype).to(self.q.device)
+
+
+def differentiate(case: Case, forward: Callable[[Case], Tensor], dtype: torch.dtype | None = None) -> Results:
+    """Output and all gradients of `forward`, with the case's tensors converted to `dtype` first, if given."""
+    leaves = _leaves(case, dtype)
+    out = forward(replace(case, **leaves))
+    upstream = case.upstream().to(out.dtype)
+    gradients = torch.autograd.grad(out, list(leaves.values()), upstream, materialize_grads=True)
+    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _leaves(case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    found = {name: getattr(case, name) for name in LEAVES if getattr(case, name) is not None}
+    return {name: tensor.detach().to(dtype or tensor.dtype).requires_grad_() for name, tensor in found.items()}
+
+
+def exact(case: Case, keep: Tensor | None = None) -> Results:
+    """Everything in float64, from the very numbers that the case holds."""
+    return differentiate(case, lambda c: dense(c, torch.float64, keep)[0], torch.float64)
+
+
+def native(case: Case, keep: Tensor | None = None) -> Results:
+    """Everything in float32, results rounded to the dtype of the inputs: what the format loses by itself.
+
+    The backward pass is the usual one, dscore = weight * (dweight - dout . out), with `out` as it was returned.
+    """
+    leaves = _leaves(case)
+    case = replace(case, **leaves)
+    scores, blind = scores_of(case, torch.float32, keep)
+    weights = torch.softmax(scores.detach(), dim=-1).masked_fill(blind, 0.0)
+    value = values_of(case, torch.float32)
+    upstream = case.upstream().float()
+    rounded = (weights @ value).to(case.q.dtype).detach()
+    dweights = upstream @ value.detach().transpose(-2, -1)
+    dscores = weights * (dweights - (upstream * rounded.float()).sum(-1, keepdim=True))
+    others = [name for name in leaves if name != "v"]
+    gradients = torch.autograd.grad(scores, [leaves[name] for name in others], dscores, materialize_grads=True)
+    (dvalue,) = torch.autograd.grad(weights @ value, [leaves["v"]], upstream)
+    return {"out": rounded, "v": dvalue, **dict(zip(others, gradients, strict=True))}
+
+
+def dense(case: Case, dtype: torch.dtype = torch.float64, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Tq, D] and softmax weights [B, H, Tq, Tk]. keep: bool [B, H, Tq, Tk], all in sight if None."""
+    scores, blind = scores_of(case, dtype, keep)
+    weights = torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
+    return weights @ values_of(case, dtype), weights
+
+
+def scores_of(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scores [B, H, Tq, Tk], and which queries see nothing [B, H, Tq, 1]: their scores are 0."""
+    seen = case.seen if keep is None else case.seen & keep
+    blind = ~seen.any(-1, keepdim=True)
+    k = _looked_at(case, case.k.to(dtype))
+    scores = case.true_scale * (case.q.to(dtype) @ k.transpose(-2, -1)) + bias_of(case, dtype)
+    return scores.masked_fill(~seen, -math.inf).masked_fill(blind, 0.0), blind
+
+
+def values_of(case: Case, dtype: torch.dtype) -> Tensor:
+    """One value for each query head and key, [B, H, Tk, D]."""
+    return _looked_at(case, case.v.to(dtype))
+
+
+def _looked_at(case: Case, keys: Tensor) -> Tensor:
+    """Repeated for the heads of a group, and zero where nobody looks: what stands there does not count."""
+    seen = case.seen.any(2).any(1)[:, None, :, None]  # [B, 1, Tk, 1]
+    return keys.masked_fill(~seen, 0.0).repeat_interleave(case.q.shape[1] // keys.shape[1], dim=1)
+
+
+def distances(case: Case) -> Tensor:
+    """Position of the key minus position of the query, int64 [B or 1, Tq, Tk]."""
+    queries, keys, device = case.q.shape[2], case.k.shape[2], case.q.device
+    start = keys - queries if case.query_start is None else case.query_start
+    start = torch.as_tensor(start, device=device).reshape(-1, 1, 1)
+    query = start + torch.arange(queries, device=device)[:, None]
+    return torch.arange(keys, device=device) - query
+
+
+def in_sight(case: Case) -> Tensor:
+    batch, heads, queries, _ = case.q.shape
+    distance = distances(case)[:, None]  # [B or 1, 1, Tq, Tk]
+    seen = torch.ones((batch, heads, queries, case.k.shape[2]), dtype=torch.bool, device=case.q.device)
+    if case.causal:
+        seen = seen & (distance <= 0)
+    for head, sight in enumerate(case.sees or ()):
+        if sight == "past":
+            seen[:, head] &= distance[:, 0] <= 0
+        if sight == "future":
+            seen[:, head] &= distance[:, 0] >= 0
+    if case.key_padding_mask is not None:
+        seen = seen & case.key_padding_mask[:, None, None]
+    if case.cu_seqlens is not None:
+        token = torch.arange(queries, device=case.q.device)
+        document = (token[:, None] >= case.cu_seqlens[1:]).sum(-1)
+        seen = seen & (document[:, None] == document)
+    return seen
+
+
+def bias_of(case: Case, dtype: torch.dtype) -> Tensor | float:
+    """What is added to each score, [B or 1, H, Tq, Tk]."""
+    distance = distances(case)[:, None]  # [B or 1, 1, Tq, Tk]
+    if case.slopes is not None:
+        past = torch.atleast_2d(case.slopes).to(dtype)[..., None, None]  # [B or 1, H, 1, 1]
+        future = past if case.future is None else torch.atleast_2d(case.future).to(dtype)[..., None, None]
+        steps = distance.to(dtype)
+        return torch.where(distance > 0, -future * (steps - case.offset), past * steps)
+    if case.table is not None:
+        bucket = t5_bucket(distance[:, 0], case.table.shape[0], case.max_distance, case.bidirectional)
+        return case.table.to(dtype)[bucket].movedim(-1, 1)
+    return 0.0
+
+
+def t5_bucket(relative_position: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The rule of T5, as published: mesh_tensorflow's `_relative_position_bucket`."""
+    n = -relative_position
+    result = torch.zeros_like(n)
+    if bidirectional:
+        num_buckets //= 2
+        result = result + (n < 0).long() * num_buckets
+        n = n.abs()
+    else:
+        n = n.clamp(min=0)
+    max_exact = num_buckets // 2
+    logarithm = torch.log(n.clamp(min=1).float() / max_exact) / math.log(max_distance / max_exact)
+    large = (max_exact + (logarithm * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
+    return result + torch.where(n < max_exact, n, large)

@@ -1,0 +1,40 @@
+"""Certificates by the million: random and hostile calls of every kind, every query's skipped mass in float64.
+
+How many query rows were compared, and the worst share of the tolerance, stands in the last lines of the test run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from tests.ops.certificates import FLOAT64_NOISE, Count, count
+from tests.ops.generators import cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_certificates_counted(seed: int, record_property: Callable[[str, object], None]) -> None:
+    found = count(itertools.islice(cases(seed), 400))
+    record_property("certified rows", found.rows)
+    record_property("worst share of the tolerance", found.worst)
+    assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
+    assert found.rows >= 800_000
+    assert found.worst >= 0.9, "too loose to tell anything"
+
+
+def test_some_certificates_counted() -> None:
+    found = count(itertools.islice(cases(100, lengths=(129, 300)), 40))
+    assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
+    assert found.rows > 10_000
+
+
+def test_a_mass_that_is_too_large_is_noticed() -> None:
+    """A count over windows for a thousand times the tolerance fails."""
+    wider = Count()
+    for case in itertools.islice(cases(3, lengths=(129, 300)), 20):
+        found = count([case], asked=1e3)
+        wider.worst = max(wider.worst, found.worst)
+    assert wider.worst > 1.0

@@ -1,0 +1,146 @@
+"""The Triton kernels compile for GPUs that are not there: Triton's compiler needs no device, only a target.
+
+The interpreter runs what the compiler may refuse (types that differ between branches, odd sizes of tiles), so every
+kernel is compiled as it would be launched, for Hopper and, with a few features, for an older GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+import trainshort as ts
+from trainshort.ops import INTERPRETED
+from trainshort.ops.bias import Bias, BucketBias, LinearBias, learned
+from trainshort.ops.problem import Problem, default_tolerance
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(INTERPRETED, reason="the interpreter stands in for the compiler"),
+    pytest.mark.filterwarnings("ignore::UserWarning:triton"),
+]
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Compiler:
+    """Stands in for a kernel: compiles for a target instead of launching."""
+
+    def __init__(self, kernel: Any, capability: int, compiled: list[Any]) -> None:
+        self.kernel, self.capability, self.compiled = kernel, capability, compiled
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compile
+
+    def compile(self, *arguments: Any, **constants: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        values = dict(zip(self.arg_names, arguments, strict=False)) | constants
+        signature, constexprs = {}, {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or (type(value) is int and value == 1):
+                signature[parameter.name], constexprs[(index,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + NAMES[value.dtype]
+            elif isinstance(value, TensorDescriptor):
+                shape = ",".join(str(size) for size in value.block_shape)
+                signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}[{shape}]>"
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs)
+        options = {name: constants[name] for name in OPTIONS if name in constants}
+        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options))
+
+
+@pytest.fixture(params=[90, 86], ids=["hopper", "ampere"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Kernels are compiled instead of launched; what came out, in this list."""
+    from trainshort.ops.triton import backward, decode, decoding, forward, plan, program, tuning, windows
+
+    found: list[Any] = []
+    for module in (windows, forward, backward):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Compiler(getattr(module, name), request.param, found))
+    for name in ("split_kernel", "join_kernel"):
+        monkeypatch.setattr(decoding, name, Compiler(getattr(decode, name), request.param, found))
+    for module in (plan, program):
+        monkeypatch.setattr(module, "interpreted", lambda: True)  # remember nothing
+    monkeypatch.setattr(decoding, "_programs", {})
+    for module in (plan, tuning):
+        monkeypatch.setattr(module, "is_hopper", lambda device: request.param == 90)
+    monkeypatch.setattr(plan, "_plans", {})
+    tuning.tiles_for.cache_clear()
+    yield found
+    tuning.tiles_for.cache_clear()
+
+
+def linear(heads: int) -> Bias:
+    return LinearBias(ts.alibi_slopes(heads))
+
+
+def sided(heads: int) -> Bias:
+    return LinearBias.one_sided(ts.alibi_slopes(heads))
+
+
+def bucket(heads: int) -> Bias:
+    return BucketBias(torch.zeros(32, heads))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16_64": {"dim": 64},
+    "bfloat16_128": {"dim": 128},
+    "bfloat16_256": {"dim": 256},
+    "float16_80_odd_heads": {"dim": 80, "heads": 3, "dtype": torch.float16},
+    "float32_128": {"dim": 128, "dtype": torch.float32},
+    "symmetric": {"dim": 64, "causal": False, "want_bias": True},
+    "one_sided": {"dim": 64, "causal": False, "bias": sided},
+    "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
+    "no_bias_grouped": {"dim": 128, "bias": lambda heads: None, "kv_heads": 1},
+    "packed": {"dim": 64, "batch": 1, "cu_seqlens": torch.tensor([0, 100, 640])},
+    "padded": {"dim": 64, "key_padding_mask": torch.ones(2, 640, dtype=torch.bool)},
+    "end_of_a_cache": {"dim": 64, "query_start": 100, "keys": 900},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(compiled: list[Any], name: str, request: pytest.FixtureRequest) -> None:
+    from trainshort.ops.triton import launch
+
+    if "ampere" in request.node.name and name not in ("bfloat16_128", "float32_128"):
+        pytest.skip("the same as on Hopper but for the tiles")
+
+    case = {"batch": 2, "heads": 4, "dtype": torch.bfloat16, "bias": linear, "causal": True, "keys": 640} | CASES[
+        name
+    ]
+    batch, heads, dim = case["batch"], case["heads"], case["dim"]
+    q = torch.zeros(batch, heads, 640, dim, dtype=case["dtype"])
+    k = torch.zeros(batch, case.get("kv_heads", heads), case["keys"], dim, dtype=case["dtype"])
+    about = {key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start") if key in case}
+    problem = Problem(
+        q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
+        tolerance=default_tolerance(q.dtype), **about,
+    )  # fmt: skip
+    call = launch.prepare(problem)
+    results = launch.forward(call, q, k, k)
+    launch.backward(call, q, launch.Saved(q, k, k, *learned(problem.bias), *results), case.get("want_bias", False))
+    assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
+    from trainshort.ops.triton import decoding
+
+    q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 5000, 128, dtype=dtype)
+    about = {"causal": True, "scale": 0.1, "tolerance": default_tolerance(dtype), "key_norms": torch.ones(2, 2)}
+    decoding.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
+    assert len(compiled) == 2

@@ -1,0 +1,136 @@
+"""Handling the kernels under the interpreter: tile sizes, forgetting plans, and the windows as a set of pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.ops.dense import Case
+from trainshort.ops.problem import Problem
+
+if TYPE_CHECKING:
+    from trainshort.ops.triton.plan import Plan
+
+UNIT = 64
+
+
+def forget() -> None:
+    """What is remembered of shapes and tiles: plans keep them."""
+    from trainshort.ops.triton import decoding, known, plan, tuning
+
+    for remembered in (plan._plans, known._calls, decoding._programs):
+        remembered.clear()
+    tuning.tiles_for.cache_clear()
+
+
+@contextlib.contextmanager
+def quick_tiles(dtypes: tuple[torch.dtype, ...]) -> Iterator[None]:
+    """Tiles of 64 x 64 for these dtypes instead of those that fit a small GPU."""
+    from trainshort.ops.triton import tuning
+
+    sizes = {dtype.itemsize for dtype in dtypes}
+    large = {key: tiles._replace(rows=64, keys=64) for key, tiles in tuning.ANYWHERE.items() if key[1] in sizes}
+    with mock.patch.dict(tuning.ANYWHERE, large):
+        forget()
+        yield
+    forget()
+
+
+@contextlib.contextmanager
+def shipped_tiles() -> Iterator[None]:
+    """The tiles of a small GPU, inside a test that has the quick ones."""
+    from trainshort.ops.triton import tuning
+
+    small = {
+        ("forward", 4, 64): tuning.Tiles(64, 32, 4, 2),
+        ("queries", 4, 64): tuning.Tiles(32, 32, 4, 1),
+        ("keys", 4, 64): tuning.Tiles(32, 32, 4, 1),
+    }
+    with mock.patch.dict(tuning.ANYWHERE, small):
+        forget()
+        yield
+    forget()
+
+
+def problem_of(case: Case) -> Problem:
+    arguments = case.arguments() | {"scale": case.true_scale, "tolerance": case.may_skip}
+    return Problem(q=case.q, k=case.k, v=case.v, bias=case.bias, **arguments)
+
+
+def sequences(case: Case) -> list[tuple[int, int, int, int, int]]:
+    """(row of the batch, first query, queries, first key, keys) of every row or packed document."""
+    batch, _, queries, _ = case.q.shape
+    if case.cu_seqlens is not None:
+        borders = case.cu_seqlens.tolist()
+        return [(0, a, b - a, a, b - a) for a, b in itertools.pairwise(borders)]
+    found = []
+    for row in range(batch):
+        first, count = 0, case.k.shape[2]
+        if case.key_padding_mask is not None:
+            mask = case.key_padding_mask[row]
+            count = int(mask.sum())
+            first = int(mask.int().argmax())
+        found.append((row, 0, queries, first, count))
+    return found
+
+
+def run_forward(case: Case) -> tuple[Plan, Tensor, Tensor]:
+    """The plan, the windows of the backward pass, and the scratch memory, after a forward pass."""
+    from trainshort.ops.triton import launch
+    from trainshort.ops.triton.plan import plan_for
+
+    call = launch.prepare(problem_of(case))
+    plan = plan_for(call.kind, case.q, case.k, case.v)
+    _, _, windows, scratch = launch._forward(call, plan, case.q, case.k, case.v, track=True)
+    return plan, windows, scratch
+
+
+def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FIRST, LAST, UNTIL and SINCE as they are for the backward pass; in causal attention first and third twice."""
+    plan, windows, _ = run_forward(case)
+    return _split(case, plan, windows)
+
+
+def _split(case: Case, plan: Plan, windows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = [plan.units, plan.key_units] if case.causal else [plan.units] * 2 + [plan.key_units] * 2
+    assert windows.shape[2] == plan.width == sum(sizes) > 0
+    parts = windows.split(sizes, dim=2)
+    return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
+
+
+def kept_by_both(case: Case) -> tuple[Tensor, Tensor]:
+    """The pairs inside the windows of the forward and of the backward pass, of one run: bool [B, H, Tq, Tk] each."""
+    from trainshort.ops.triton import launch
+
+    plan, windows, scratch = run_forward(case)
+    first, last, _, _ = _split(case, plan, windows)
+    return pairs(case, *launch.visited(plan, scratch)), pairs(case, first, last)
+
+
+def kept_by_forward(case: Case) -> Tensor:
+    return kept_by_both(case)[0]
+
+
+def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:
+    """The pairs inside windows of key units by query unit: bool [B, H, Tq, Tk]."""
+    batch, heads, queries, _ = case.q.shape
+    keys = case.k.shape[2]
+    kept = torch.zeros((batch, heads, queries, keys), dtype=torch.bool, device=first.device)
+    unit = 0
+    for row, q0, nq, k0, nk in sequences(case):
+        unit0 = unit if case.cu_seqlens is not None else 0
+        units = unit0 + torch.arange(nq, device=first.device) // UNIT
+        key = torch.arange(nk, device=first.device)
+        low = first[row][:, units, None] * UNIT  # [H, nq, 1]
+        inside = key >= low
+        if not case.causal:
+            inside = inside & (key < last[row][:, units, None] * UNIT)
+        kept[row, :, q0 : q0 + nq, k0 : k0 + nk] = inside
+        unit += -(-nq // 128) * 2
+    return kept

@@ -1,0 +1,223 @@
+"""Decoding on a CPU: one query a row, straight to the keys of its window.
+
+With a single query there is nothing to tile or to merge. What counts is to do little besides reading the keys that
+can matter: a window in O(1) from the norms that a cache keeps, computed in plain numbers because a tensor operation
+costs more than a head's whole arithmetic, and one kernel call for heads with windows of a similar length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import LinearBias
+from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.norms import UNDERFLOW
+from trainshort.ops.problem import BLOCK, Problem
+from trainshort.ops.threads import one_thread
+from trainshort.ops.values import LARGEST_SLOPE
+
+LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
+ALL = slice(None)
+LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
+
+
+def fits(problem: Problem) -> bool:
+    """One causal query a row under ALiBi, at the last of its keys, on a CPU, with norms and an unconverted cache."""
+    q, k, v, mask, start = problem.q, problem.k, problem.v, problem.key_padding_mask, problem.query_start
+    return (
+        q.shape[2] == 1
+        and problem.causal
+        and problem.key_norms is not None
+        and isinstance(problem.bias, LinearBias)
+        and q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.float64)
+        and problem.cu_seqlens is None
+        and k.shape[2] > 0
+        and (start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1))
+        and k.stride(-1) == v.stride(-1) == 1
+        and min(k.stride(-2), v.stride(-2)) >= k.shape[-1]
+        and (mask is None or bool(mask[:, -1].all()))
+        and engine.has_fused()
+    )
+
+
+def attend(problem: Problem) -> Tensor | None:
+    """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
+    slopes = _slope_rows(problem)
+    if not all(0.0 < slope <= LARGEST_SLOPE for row in slopes for slope in row):
+        return None
+    if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
+        return None
+    done = _forward(problem, _lows(problem, slopes), slopes)
+    return None if done is None else done[0]
+
+
+def windows_of(problem: Problem) -> Tensor:
+    """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
+    group = problem.q.shape[1] // problem.k.shape[1]
+    first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem, _slope_rows(problem))]
+    low = torch.tensor(first, dtype=torch.int32, device="cpu")
+    if low.shape[0] < problem.q.shape[0]:
+        low = low.expand(problem.q.shape[0], -1)
+    last = torch.full_like(low, -(-problem.k.shape[2] // BLOCK))
+    return torch.stack((low, last), dim=-1)[:, :, None]
+
+
+def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Output [B, H, 1, D] and log-sum-exp [B, H, 1] of the scores of the keys in these windows.
+
+    None where numbers that are not finite came up: hidden keys weigh nothing, but 0 * inf is not 0.
+    """
+    group = problem.q.shape[1] // problem.k.shape[1]
+    lows: list[list[int]] = (windows[:, ::group, 0, 0] * BLOCK).tolist()
+    return _forward(problem, lows if problem.key_padding_mask is not None else lows[:1], _slope_rows(problem))
+
+
+Slopes = tuple[tuple[float, ...], ...]  # of every row of the batch, or one row for all
+
+
+def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
+    """The first key to read for each key head: one list for the whole batch, or one a row under padding.
+
+    The geometric tail with the largest norm so far, against the query's own key:
+    W >= (s‖q‖K - s q.k_own + ln(1/tolerance) - ln(1 - e^-m)) / m.
+    """
+    batch, heads, _, dim = problem.q.shape
+    keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
+    if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK:  # a single block is read whole
+        if problem.key_padding_mask is None:
+            return [[0] * kv_heads]
+        rows = [[0] * kv_heads] * batch
+    else:
+        norms = problem.key_norms
+        longest: list[list[float]] = (norms if norms.dim() == 2 else norms.amax(-1)).tolist()  # [B, Hkv]
+        own = problem.k[:, :, -1:]
+        grouped = _grouped(problem.q, kv_heads)
+        scores: list[list[list[float]]] = (grouped * own).sum(-1).tolist()  # [B, Hkv, G]
+        lengths: list[list[list[float]]] = torch.linalg.vector_norm(grouped, dim=-1).tolist()
+        tiny = dim**0.5 * UNDERFLOW
+        # Twice the rounding of a norm and of an inner product, relative to s‖q‖K.
+        slack = abs(problem.scale) * (1.0 + 4 * (dim + 4) * 2.0**-23)
+        spare = -math.log(problem.tolerance) + 1e-5
+        group = heads // kv_heads
+        rows = []
+        for row in range(batch):
+            lows = []
+            penalties = slopes[row if len(slopes) > 1 else 0]
+            for head in range(kv_heads):
+                norm = (longest[row][head] + tiny) * slack
+                low = keys - 1  # a window holds the own key, however steep the slope
+                for member in range(group):
+                    slope = penalties[head * group + member]
+                    nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
+                    reach = (nats + spare - math.log(-math.expm1(-slope))) / slope
+                    # NaN compares false; a score of infinity gives -infinity: all of it.
+                    low = min(low, math.floor(keys - reach) if 0.0 <= reach < keys else 0)
+                lows.append(low // BLOCK * BLOCK)
+            rows.append(lows)
+    if problem.key_padding_mask is not None:
+        begins = problem.key_runs()[0][:, 0].tolist()
+        hidden = [begin // BLOCK * BLOCK for begin in begins]
+        return [_shared([max(low, first) for low in lows], keys) for lows, first in zip(rows, hidden, strict=True)]
+    return [_shared([min(low) for low in zip(*rows, strict=True)], keys)]
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """The queries of a group as rows: [B, Hkv, G, D]."""
+    return q if q.shape[1] == kv_heads else q[:, :, 0].unflatten(1, (kv_heads, -1))
+
+
+def _slope_rows(problem: Problem) -> Slopes:
+    assert isinstance(problem.bias, LinearBias)
+    slopes = problem.bias.slopes
+    return (tuple(slopes.tolist()),) if slopes.dim() == 1 else tuple(map(tuple, slopes.tolist()))
+
+
+def _shared(lows: list[int], keys: int) -> list[int]:
+    """Neighbouring heads that may share a call get one first key, where little is read in vain."""
+    shared: list[int] = []
+    size = needed = 0
+    for low in lows:
+        start = min(low, shared[-1]) if shared else low
+        if (keys - start) * (size + 1) <= 2 * (needed + keys - low) + 8 * BLOCK:
+            size, needed = size + 1, needed + keys - low
+        else:
+            start, size, needed = low, 1, keys - low
+        shared.append(start)
+        shared[len(shared) - size :] = [start] * size
+    return shared
+
+
+def _forward(problem: Problem, lows: list[list[int]], slopes: Slopes) -> tuple[Tensor, Tensor] | None:
+    batch, _, keys, dim = problem.k.shape
+    read = sum(keys - low for row in lows for low in row) * dim * (batch if len(lows) == 1 else 1)
+    with one_thread() if read <= LITTLE else nullcontext():
+        return _attended(problem, lows, slopes)
+
+
+def _attended(problem: Problem, lows: list[list[int]], slopes: Slopes) -> tuple[Tensor, Tensor] | None:
+    if problem.key_padding_mask is None:
+        parts = list(_calls(problem, slopes, ALL, lows[0], 0))
+        out, lse = parts[0] if len(parts) == 1 else _joined(parts, 1)
+    else:  # row by row, so that padding is not even multiplied by zero
+        begins = problem.key_runs()[0][:, 0].tolist()
+        each = [
+            _joined(list(_calls(problem, slopes, slice(row, row + 1), lows[row], begin)), 1)
+            for row, begin in enumerate(begins)
+        ]
+        out, lse = _joined(each, 0)
+    if not math.isfinite(out.sum().item() + lse.sum().item()):
+        return None
+    if out.shape[2] > 1:
+        out, lse = out.flatten(1, 2)[:, :, None], lse.flatten(1, 2)[:, :, None]
+    return out, lse
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs, dim=dim), torch.cat(sums, dim=dim)
+
+
+def _calls(
+    problem: Problem, slopes: Slopes, rows: slice, lows: list[int], begin: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Output [rows, heads, G, D] and log-sum-exp of neighbouring key heads, for rows whose keys start at `begin`."""
+    q, k, v, kv_heads, keys, head = problem.q, problem.k, problem.v, problem.k.shape[1], problem.k.shape[2], 0
+    if rows != ALL:
+        q, k, v = q[rows], k[rows], v[rows]
+    q = _grouped(q, kv_heads)
+    for low, heads in groupby(lows):
+        first, head = head, head + len(list(heads))
+        start = max(low, begin)
+        bias = _bias(slopes, q.dtype, rows, keys - start, kv_heads)
+        tensors = [q, k[:, :, start:], v[:, :, start:], bias] if start else [q, k, v, bias]
+        if head - first < kv_heads:
+            tensors = [tensor[:, first:head] for tensor in tensors]
+        yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *tensors[:3], 0.0, False, attn_mask=tensors[3], scale=problem.scale
+        )
+
+
+def _bias(slopes: Slopes, dtype: torch.dtype, rows: slice, length: int, kv_heads: int) -> Tensor:
+    """The bias of a query on its last `length` keys, [B or 1, Hkv, G, length]."""
+    if len(slopes) == 1 and length <= LONGEST_KEPT_BIAS:
+        return _kept_bias(slopes, dtype, kv_heads)[..., LONGEST_KEPT_BIAS - length :]
+    return _make_bias(slopes if len(slopes) == 1 else slopes[rows], dtype, kv_heads, length)
+
+
+@lru_cache(maxsize=4)
+def _kept_bias(slopes: Slopes, dtype: torch.dtype, kv_heads: int) -> Tensor:
+    return _make_bias(slopes, dtype, kv_heads, LONGEST_KEPT_BIAS)
+
+
+def _make_bias(slopes: Slopes, dtype: torch.dtype, kv_heads: int, length: int) -> Tensor:
+    distance = torch.arange(1 - length, 1, dtype=dtype, device="cpu")
+    penalties = torch.tensor(slopes, dtype=dtype, device="cpu").unflatten(1, (kv_heads, -1))
+    return penalties[..., None] * distance

@@ -1,0 +1,274 @@
+"""One pass over a problem, forward or backward: which kernel calls to make, and what to do with their results."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trainshort.ops import threads
+from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.blocked.calls import Place, Spread, Together, split_places
+from trainshort.ops.blocked.cut import Piece, Segment, Shape, cut, segments
+from trainshort.ops.blocked.piece_bias import PieceBias
+from trainshort.ops.problem import BLOCK, Problem, gradient_like
+from trainshort.ops.windows import visible_blocks
+
+Result = TypeVar("Result")
+
+LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
+TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
+STRIP_ROWS = 1024  # and its largest from 768 on
+TOGETHER = 2**21  # elements of keys that the pieces of one call may hold
+CACHED = 2**19  # elements of the queries that one thread takes at once
+LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied together
+
+
+class Pass:
+    """One pass over one problem: its tensors as the kernels need them, and the calls to make.
+
+    lanes: rows and heads of the whole problem, of which this one may be a share.
+    """
+
+    def __init__(self, problem: Problem, windows: Tensor | None, fused: bool, lanes: torch.Size) -> None:
+        self.fused, self.dtype = fused, problem.accumulate_dtype
+        self.q, self.k, self.v = (self._usable(t.detach()) for t in (problem.q, problem.k, problem.v))
+        self.problem = replace(problem, q=self.q, k=self.k, v=self.v)
+        self.batch, self.heads, self.queries, self.dim = self.q.shape
+        self.group = self.heads // self.k.shape[1]
+        self.beyond = problem.bias_reach
+        self.shape = self._shape(*lanes)
+        self.segments = segments(problem) if self.k.shape[2] and self.queries else []
+        self.windows = windows
+        whole = self._whole_heads()
+        together = list(self._together(whole))
+        spread = self._spread(whole)
+        every_piece = [call.piece for call in together] + [piece for _, _, piece in spread]
+        self.bias = PieceBias(self.problem, every_piece, self.dtype)
+        self.calls: list[Together | Spread] = [*together, *self._spread_calls(spread)]
+        self.calls.sort(key=lambda call: not call.piece.fresh)
+
+    def _usable(self, tensor: Tensor) -> Tensor:
+        """In the dtype of the arithmetic, rows contiguous and apart, as the kernels need them."""
+        tensor = tensor.to(self.dtype)
+        rows_apart = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
+        return tensor if rows_apart else tensor.contiguous()
+
+    def _shape(self, batch: int, heads: int) -> Shape:
+        """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
+        length = max(self.queries, self.k.shape[2], 1)
+        if not self.fused:  # a share of the scores for each lane
+            share = max(self.queries * self.dim, length * length // (8 * max(1, batch * heads)))
+            rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= share), 16)
+            keys = max(rows, share // rows)
+            return Shape(rows, keys, rows, keys)
+        share = max(batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
+        rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= share), 32)
+        if length <= BLOCK:
+            rows = min(rows, BLOCK // 2)  # two steps of a short row follow its diagonal
+        elif self.queries <= BLOCK:
+            rows = min(rows, BLOCK)
+        if rows > BLOCK and not math.isfinite(self.v.sum().item()):
+            rows = BLOCK  # 0 * inf is not 0: keep what a query block does not visit out of its pieces
+        keys = max(min(share // rows - rows, LARGEST_TILE) // rows, 1) * rows
+        return Shape(rows, keys, max(rows, min(STRIP_ROWS, keys)), length)
+
+    # Which calls
+
+    def _whole_heads(self) -> list[bool]:
+        """Which heads visit all that is in their sight, in every row of the batch."""
+        if self.windows is None:
+            return [True] * self.heads
+        low, high = visible_blocks(self.problem, BLOCK)
+        everything = torch.stack((low, high), dim=-1).masked_fill((high <= low)[..., None], 0)
+        return (self.windows == everything).flatten(2).all(-1).all(0).tolist()
+
+    def _together(self, whole: list[bool]) -> Iterator[Together]:
+        """Heads that visit everything, as many at a time as a bias tile no larger than q allows."""
+        sights = self.problem.sights
+        width = min(self.shape.tile_keys, self.k.shape[2]) + self.shape.rows
+        most = max(1, self.q.numel() // (self.shape.rows * width))
+        head = 0
+        while head < self.heads:
+            end = head + 1
+            if whole[head]:
+                while end < self.heads and end - head < most and whole[end] and sights[end] == sights[head]:
+                    end += 1
+                if self.group > 1:  # whole groups, or single heads
+                    end = end // self.group * self.group if head % self.group == 0 else head + 1
+                    end = max(end, head + 1)
+                for segment in self.segments:
+                    pieces = cut(segment, sights[head], None, self.beyond, self.shape)
+                    for rows in self._rows_of(segment):
+                        for piece in pieces:
+                            yield Together(piece, rows, slice(head, end), self.group)
+            head = end
+
+    def _rows_of(self, segment: Segment) -> list[slice]:
+        if segment.batch is not None:
+            return [slice(segment.batch, segment.batch + 1)]
+        if self.group > 1 or max(slope.shape[0] for slope in self.problem.slopes(self.dtype)) > 1:
+            return [slice(row, row + 1) for row in range(self.batch)]
+        if not threads.is_inside():
+            return [slice(0, self.batch)]
+        # What one thread computes at once stays in its core's cache.
+        rows = max(1, CACHED // (self.heads * self.queries * self.dim))
+        return [slice(row, min(row + rows, self.batch)) for row in range(0, self.batch, rows)]
+
+    def _spread(self, whole: list[bool]) -> dict[tuple[int, int, Piece], list[Place]]:
+        """Places of equal pieces: (head, row of the batch if its bias is its own, piece at 0) -> places."""
+        spread: dict[tuple[int, int, Piece], list[Place]] = defaultdict(list)
+        if self.windows is None or all(whole):
+            return spread
+        windows = self.windows.tolist()
+        own_bias = max(slope.shape[0] for slope in self.problem.slopes(self.dtype)) > 1
+        for row in range(self.batch):
+            for head in range(self.heads):
+                if whole[head]:
+                    continue
+                for segment in self.segments:
+                    if segment.batch not in (None, row):
+                        continue
+                    sight = self.problem.sights[head]
+                    for piece in cut(segment, sight, windows[row][head], self.beyond, self.shape):
+                        key = (head, row if own_bias else 0, piece._replace(row=0, key=0))
+                        spread[key].append((row, piece.row, piece.key))
+        return spread
+
+    def _spread_calls(self, spread: dict[tuple[int, int, Piece], list[Place]]) -> Iterator[Spread]:
+        for (head, _, piece), every_place in spread.items():
+            elements = piece.keys * self.dim
+            most = max(1, min(max(2, TOGETHER // elements), self.k.numel() // elements))
+            if not self.fused:  # scores are held in full
+                most = max(1, min(most, self.q.numel() // (piece.rows * piece.keys)))
+            for places in split_places(every_place, most, copy=piece.keys <= LARGEST_COPY):
+                yield Spread(piece, head, self.group, places)
+
+    def _single_call(self) -> bool:
+        """Whether one call computes the whole problem, so that its results can be taken as they are."""
+        if len(self.calls) != 1 or self.group > 1:
+            return False
+        call = self.calls[0]
+        whole = (self.batch * self.heads, self.queries, self.k.shape[2])
+        return call.piece.kind == "tile" and (call.lanes, call.piece.rows, call.piece.keys) == whole
+
+    def _written(self) -> int:
+        """How many queries, of all heads, see some key."""
+        return sum(call.piece.rows * call.lanes for call in self.calls if call.piece.fresh)
+
+    def _bias_of(self, call: Together | Spread) -> tuple[Tensor | None, Tensor | None]:
+        mask = self.bias.mask(call.piece, call.rows, call.heads)
+        shift = self.bias.shift(call.piece, call.rows, call.heads)
+        return (
+            None if mask is None else call.arrange(mask),
+            None if shift is None else call.arrange(shift),
+        )
+
+    def _engine(
+        self, call: Together | Spread, fused: Callable[..., Result], plain: Callable[..., Result]
+    ) -> Callable[..., Result]:
+        """The function that computes a call."""
+        if not self.fused:
+            return plain
+        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and self.problem.scale > 0
+        return partial(fused, causal=causal)
+
+    # The passes
+
+    def forward(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
+        scale = self.problem.scale
+        if into is None and self._single_call():
+            run_piece = self._engine(self.calls[0], engine.fused_forward, engine.plain_forward)
+            return run_piece(self.q, self.k, self.v, self._bias_of(self.calls[0])[0], scale)
+        if into is None or into[0].dtype != self.dtype:
+            out = torch.empty_like(self.q)
+            lse = torch.empty(self.q.shape[:3], dtype=self.dtype, device=self.q.device)
+        else:
+            out, lse = into
+        if self._written() < lse.numel():  # queries that see no key
+            out.zero_()
+            lse.zero_()
+        for call in self.calls:
+            mask, shift = self._bias_of(call)
+            run_piece = self._engine(call, engine.fused_forward, engine.plain_forward)
+            part, part_lse = run_piece(call.queries(self.q), call.keys(self.k), call.keys(self.v), mask, scale)
+            if shift is not None:
+                part_lse = part_lse + shift
+            for (target, lanes), (target_lse, _) in zip(
+                call.query_targets(out), call.query_targets(lse), strict=True
+            ):
+                if call.piece.fresh:
+                    target.copy_(part[:, lanes])
+                    target_lse.copy_(part_lse[:, lanes])
+                else:
+                    engine.merge(target, target_lse, part[:, lanes], part_lse[:, lanes])
+        if not self.fused:  # a query all of whose scores are -inf: 0/0, as dense attention has it
+            out.masked_fill_(torch.isneginf(lse)[..., None], math.nan)
+        if into is not None and out is not into[0]:
+            into[0].copy_(out)
+            into[1].copy_(lse)
+        return out, lse
+
+    def backward(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        want_bias: bool,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
+        scale = self.problem.scale
+        out, grad = self._usable(out), self._usable(grad)
+        if into is None and self._single_call() and not want_bias:
+            mask = self._bias_of(self.calls[0])[0]
+            run_piece = self._engine(self.calls[0], engine.fused_backward, engine.plain_backward)
+            return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
+        dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
+        # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
+        store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
+        calls = sorted(self.calls, key=lambda call: -call.piece.keys)
+        covering = [call for call in calls if isinstance(call, Together) and call.piece.keys == self.k.shape[2]]
+        if self.group > 1 or sum(call.lanes for call in covering) != self.batch * self.heads:
+            covering = []
+        if not store_queries:
+            dq.zero_()
+        if not covering:
+            dk.zero_()
+            dv.zero_()
+        for call in calls:
+            mask, shift = self._bias_of(call)
+            own_lse = call.queries(lse)
+            run_piece = self._engine(call, engine.fused_backward, engine.plain_backward)
+            gradients = run_piece(
+                call.queries(grad),
+                call.queries(self.q),
+                call.keys(self.k),
+                call.keys(self.v),
+                call.queries(out),
+                own_lse if shift is None else own_lse - shift,
+                mask,
+                scale,
+            )
+            for target, lanes in call.query_targets(dq):
+                if store_queries:
+                    target.copy_(gradients.q[:, lanes])
+                else:
+                    target.add_(gradients.q[:, lanes])
+            for total, parts in ((dk, gradients.k), (dv, gradients.v)):
+                for target, part in call.key_targets(total, parts):
+                    if call in covering:
+                        target.copy_(part)
+                    else:
+                        target.add_(part)
+            if want_bias and gradients.scores is not None:
+                for rows, heads, scores in call.by_head(gradients.scores):
+                    self.bias.add_gradients(call.piece, rows, heads, scores)
+        return dq, dk, dv

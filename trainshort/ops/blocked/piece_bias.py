@@ -1,0 +1,147 @@
+"""The bias of pieces, and its gradient: one line of numbers by distance, from which every piece takes its part.
+
+Because the bias depends on distance alone, the matrix of a tile has constant diagonals: each of its rows is the
+same line, begun one step earlier than the row above. So a tile is a strided view of copies of the line.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import BucketBias, LinearBias, fold_gradient
+from trainshort.ops.blocked.cut import Piece
+from trainshort.ops.blocked.pieces import sums_by_distance
+from trainshort.ops.problem import Problem
+
+
+@dataclass
+class BiasGradients:
+    past: Tensor | None = None
+    future: Tensor | None = None
+    table: Tensor | None = None
+
+
+class PieceBias:
+    """The bias of every piece that will be computed, for all heads: [B or 1, H, ...]."""
+
+    def __init__(self, problem: Problem, pieces: list[Piece], dtype: torch.dtype) -> None:
+        self.bias = problem.bias
+        self.batch, self.heads = problem.q.shape[:2]
+        self.past, self.future = (slope.detach() for slope in problem.slopes(dtype))
+        tiles = [piece for piece in pieces if piece.kind == "tile"]
+        self.tile_start = min((piece.distance for piece in tiles), default=0)
+        self.tile_end = max((piece.distance + piece.keys for piece in tiles), default=0)
+        self.tile_rows = max((piece.rows for piece in tiles), default=1)
+        self.line_start = min([self.tile_start - self.tile_rows + 1] + [p.distance - p.rows + 1 for p in pieces])
+        line_end = max((piece.distance + piece.keys for piece in pieces), default=0)
+        distance = torch.arange(self.line_start, line_end, device=problem.q.device)
+        self.line = self._line(problem, distance, dtype)  # [B or 1, H, distances]
+        self._tiles: dict[tuple[int, int, int, int], Tensor] = {}
+        self._wide = torch.float32 if problem.q.device.type == "mps" else torch.float64  # for long sums
+        self._dpast = problem.q.new_zeros((self.batch, self.heads), dtype=self._wide)
+        self._dfuture = torch.zeros_like(self._dpast)
+        self._dtable = None
+        if isinstance(self.bias, BucketBias):
+            self._dtable = torch.zeros_like(self.bias.table, dtype=self._wide)
+
+    def _line(self, problem: Problem, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        if isinstance(self.bias, BucketBias):
+            line = self.bias.table.detach().to(dtype)[self.bias.bucket(distance)].T[None]
+        elif isinstance(self.bias, LinearBias):
+            line = self.bias.at(distance.to(dtype), self.past[..., None], self.future[..., None])
+        else:
+            line = problem.q.new_zeros((1, self.heads, len(distance)), dtype=dtype)
+        for sight, sign in (("past", 1), ("future", -1)):
+            heads = [head for head, own in enumerate(problem.sights) if own == sight]
+            if len(heads) == self.heads:
+                line = line.masked_fill(sign * distance > 0, -math.inf)
+            elif heads:
+                line[:, heads] = line[:, heads].masked_fill(sign * distance > 0, -math.inf)
+        return line.contiguous()
+
+    @property
+    def differs_by_row(self) -> bool:
+        """Whether rows of the batch have slopes of their own."""
+        return self.line.shape[0] > 1
+
+    def mask(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
+        """What to add to the scores of a piece: [rows, heads, R or 1, W], or None for nothing."""
+        if not self.differs_by_row:
+            rows = slice(0, 1)
+        if piece.kind == "tile":
+            column = piece.distance - self.tile_start
+            tile = self._tile(rows, heads)[:, :, : piece.rows, column : column + piece.keys]
+            if piece.hidden_left or piece.hidden_right:
+                tile = tile.clone()
+                tile[:, :, piece.half :, : piece.hidden_left] = -math.inf
+                tile[:, :, : piece.half, piece.keys - piece.hidden_right :] = -math.inf
+            return tile
+        if self.bias is None:
+            return None
+        column = piece.distance - self.line_start
+        if piece.kind == "right":
+            column -= piece.rows - 1
+        return self.line[rows, heads, None, column : column + piece.keys]
+
+    def _tile(self, rows: slice, heads: slice) -> Tensor:
+        """The bias of tile_rows queries against keys at distances tile_start..tile_end."""
+        key = (rows.start, rows.stop, heads.start, heads.stop)
+        if key not in self._tiles:
+            self._tiles.clear()  # one at a time: they are as large as anything here
+            low = self.tile_start - self.tile_rows + 1 - self.line_start
+            line = self.line[rows, heads, low : self.tile_end - self.line_start]
+            copies = line[:, :, None].expand(-1, -1, self.tile_rows, -1).contiguous()
+            shape = (*line.shape[:2], self.tile_rows, self.tile_end - self.tile_start)
+            strides = (copies.stride(0), copies.stride(1), line.shape[2] - 1, 1)
+            self._tiles[key] = copies.as_strided(shape, strides, copies.storage_offset() + self.tile_rows - 1)
+        return self._tiles[key]
+
+    def shift(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
+        """On a side: what each query adds to the bias of the one nearest to the keys, [rows, heads, R]."""
+        if piece.kind in ("tile", "still") or not isinstance(self.bias, LinearBias):
+            return None
+        slope = self.past if piece.kind == "left" else self.future
+        away = torch.arange(piece.rows, device=slope.device, dtype=slope.dtype)
+        if piece.kind == "right":
+            away = piece.rows - 1 - away
+        rows = rows if slope.shape[0] > 1 else slice(0, 1)
+        return -slope[rows, heads, None] * away
+
+    def add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
+        """Take in the gradients of a piece's scores, [rows, heads, R, W]."""
+        if piece.kind == "still":
+            by_distance, first = scores.to(self._wide).sum(-2), piece.distance  # [rows, heads, W]
+        else:
+            by_distance = sums_by_distance(scores).to(self._wide)  # [rows, heads, W + R - 1]
+            first = piece.distance - piece.rows + 1
+        distance = torch.arange(first, piece.distance + piece.keys, device=scores.device)
+        if isinstance(self.bias, LinearBias):
+            ahead = torch.where(distance > 0, self.bias.offset - distance.to(self._wide), 0.0)
+            self._dpast[rows, heads] += (by_distance * distance.clamp_max(0)).sum(-1)
+            self._dfuture[rows, heads] += (by_distance * ahead).sum(-1)
+        elif isinstance(self.bias, BucketBias) and self._dtable is not None:
+            self._dtable[:, heads].index_add_(0, self.bias.bucket(distance), by_distance.sum(0).T)
+
+    def take(self, other: PieceBias, rows: slice, heads: slice) -> None:
+        """Take in what another one has taken in for these rows of the batch and these heads."""
+        self._dpast[rows, heads] += other._dpast
+        self._dfuture[rows, heads] += other._dfuture
+        if self._dtable is not None and other._dtable is not None:
+            self._dtable[:, heads] += other._dtable
+
+    def gradients(self) -> BiasGradients:
+        """The gradients taken in so far, in the shapes and dtypes of the bias."""
+        bias = self.bias
+        if isinstance(bias, BucketBias) and self._dtable is not None:
+            return BiasGradients(table=self._dtable.to(bias.table.dtype))
+        if not isinstance(bias, LinearBias):
+            return BiasGradients()
+        if bias.future is None:  # one slope for both sides
+            return BiasGradients(past=fold_gradient(self._dpast + self._dfuture, bias.slopes))
+        return BiasGradients(
+            past=fold_gradient(self._dpast, bias.slopes), future=fold_gradient(self._dfuture, bias.future)
+        )

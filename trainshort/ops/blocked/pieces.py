@@ -1,0 +1,127 @@
+"""The arithmetic of one piece: attention of a few queries to a few keys, with its log-sum-exp.
+
+Two engines with one meaning. `fused` is torch's own CPU attention kernel, which speaks log-sum-exp in both
+directions, so that pieces can be merged. `plain` is matrix products and exponentials: it runs on every device
+and knows the gradient of the bias. Shapes: q, out [X, Y, R, D]; k, v [X, Y, W, D]; mask broadcasts to
+[X, Y, R, W]; lse [X, Y, R], of the scores with exactly this mask.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainshort.ops import threads
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor | None  # [X, Y, R, W], from the plain engine only
+
+
+class SuspiciousError(Exception):
+    """The fused kernel met numbers for which it does not promise what dense attention gives."""
+
+
+def has_fused() -> bool:
+    return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """causal: keys after a query are left out by the kernel, besides what the mask says. Not with a scale of zero or
+    less, by which it multiplies the -inf that it hides them with."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    # Its fast exponential turns NaN into numbers, and a row of -inf into a sum of one: both show in the lse.
+    doubtful = not math.isfinite(lse.sum().item()) or torch.count_nonzero(lse).item() < lse.numel()
+    if doubtful and not all(torch.isfinite(t).all() for t in (q, k)):
+        raise SuspiciousError
+    return out, lse
+
+
+def fused_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool = False,
+) -> Gradients:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
+    if lanes > 1 or rows % 2 or causal or threads.is_inside() or torch.get_num_threads() == 1:
+        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return Gradients(dq, dk, dv, None)
+    # The kernel's threads share lanes, not rows: make two lanes of one.
+    halves = (1, 2, rows // 2)
+    grad, q, out = (t.reshape(*halves, -1) for t in (grad, q, out))
+    if mask is not None:
+        mask = mask.reshape(*halves, -1) if mask.shape[2] == rows else mask
+    k, v = (t.expand(1, 2, -1, -1) for t in (k, v))
+    dq, dk, dv = backward(grad, q, k, v, out, lse.reshape(halves), 0.0, False, attn_mask=mask, scale=scale)
+    return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True), None)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * scale
+    if mask is None:
+        return scores
+    return (scores + mask).masked_fill(torch.isneginf(mask), -math.inf)  # out of sight, even if it is NaN
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask, scale)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(torch.isneginf(top), 0.0)  # every key at -inf: no weight here, others may have some
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ v / total.masked_fill(total == 0, 1.0)
+    return out, (top + torch.log(total))[..., 0]
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+) -> Gradients:
+    scores = _scores(q, k, mask, scale)
+    weights = torch.exp(scores - lse[..., None])
+    dv = weights.transpose(-2, -1) @ grad
+    dot = (grad * out).sum(-1, keepdim=True)
+    dscores = weights * (grad @ v.transpose(-2, -1) - dot)
+    dq = dscores @ k * scale
+    dk = dscores.transpose(-2, -1) @ q * scale
+    return Gradients(dq, dk, dv, dscores)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Take another piece's result into `out` and `lse`, in place."""
+    total = torch.logaddexp(lse, more_lse)
+    empty = torch.isneginf(total)  # neither side has any weight yet
+    kept = torch.exp(lse - total).masked_fill(empty, 0.0)
+    added = torch.exp(more_lse - total).masked_fill(empty, 0.0)
+    out.mul_(kept[..., None]).addcmul_(more, added[..., None])
+    lse.copy_(total)
+
+
+def sums_by_distance(scores: Tensor) -> Tensor:
+    """[X, Y, R, W] -> [X, Y, W + R - 1]: the sum over each diagonal, from distance -(R - 1) to W - 1."""
+    rows, columns = scores.shape[-2:]
+    sums = scores.new_zeros((*scores.shape[:-2], columns + rows - 1))
+    for row in range(0, rows, 32):  # a few rows at a time, because they are padded to twice their number
+        part = scores[..., row : row + 32, :].flip(-2)
+        count = part.shape[-2]
+        # Padded by `count` and read with rows one shorter, each row stands one further to the right.
+        skewed = torch.nn.functional.pad(part, (0, count)).flatten(-2)[..., : count * (columns + count - 1)]
+        first = rows - row - count
+        sums[..., first : first + columns + count - 1] += skewed.unflatten(-1, (count, -1)).sum(-2)
+    return sums

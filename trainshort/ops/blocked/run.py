@@ -1,0 +1,143 @@
+"""Attention in pure torch with linear memory, forward and backward, on any device.
+
+Each query block visits exactly the key blocks of its certified window, cut into pieces (plan.py) that are computed
+one or several at a time (calls.py, pieces.py) and merged by their log-sum-exp (passes.py). The backward pass cuts the
+same windows, so it skips exactly what the forward pass skipped. On a CPU threads share a call (shares.py).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from trainshort.ops import threads
+from trainshort.ops.blocked import decode, short
+from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.blocked.passes import Pass
+from trainshort.ops.blocked.piece_bias import BiasGradients, PieceBias
+from trainshort.ops.problem import Problem, gradient_like
+from trainshort.ops.shares import Share, shares_of
+from trainshort.ops.windows import certified_blocks, promising_heads
+
+EVERYTHING = -1  # in place of a window: no window was sought
+
+
+def windows_of(problem: Problem) -> Tensor | None:
+    """The certified windows that this backend will use, or None where it visits everything."""
+    if promising_heads(problem) is None and not decode.fits(problem):
+        return None
+    return None if _capturing(problem.q) else certified_blocks(problem)
+
+
+def given_windows(windows: Tensor) -> Tensor | None:
+    """The windows of the forward pass as an operator handed them over: None where they say EVERYTHING."""
+    if windows.numel() == 0 or _capturing(windows):
+        return None
+    return None if int(windows[0, 0, 0, 0]) == EVERYTHING else windows
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: then nothing may be read back, and everything is visited."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
+    with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
+        return _forward(problem, windows)
+
+
+def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
+    if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
+        return done
+    if short.fits(problem, windows):
+        with suppress(engine.SuspiciousError):
+            return _laid_out(problem.q, *short.forward(problem))
+    shares = shares_of(problem, windows)
+    if len(shares) == 1:
+        own_out, own_lse = _forward_share(problem, windows, problem.q.shape[:2], None)
+        return _laid_out(problem.q, own_out, own_lse)
+    out = torch.empty_like(problem.q)
+    lse = out.new_empty(out.shape[:3], dtype=problem.accumulate_dtype)
+
+    def compute(share: Share) -> None:
+        own_windows = None if windows is None else share.queries(windows)
+        into = (share.queries(out), share.queries(lse))
+        _forward_share(share.of(problem), own_windows, problem.q.shape[:2], into)
+
+    threads.run(compute, shares)
+    return out, lse
+
+
+def _laid_out(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output in the dtype and layout of q."""
+    empty = torch.empty_like(q)
+    same = out.dtype == empty.dtype and out.stride() == empty.stride()
+    return out if same else empty.copy_(out), lse.contiguous()
+
+
+def _forward_share(
+    problem: Problem, windows: Tensor | None, lanes: torch.Size, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    try:
+        return Pass(problem, windows, _can_fuse(problem), lanes).forward(into)
+    except engine.SuspiciousError:
+        return Pass(problem, windows, False, lanes).forward(into)
+
+
+def backward(
+    problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, BiasGradients]:
+    """Gradients of q, k, v and, if wanted, of the bias."""
+    if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item()):
+        return *short.backward(problem, out, lse, grad), BiasGradients()
+    shares = shares_of(problem, windows)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        if len(shares) == 1:
+            gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2], None)
+            dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
+            return dq, dk, dv, bias.gradients() if want_bias else BiasGradients()
+        dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
+
+        def compute(share: Share) -> PieceBias:
+            own_windows = None if windows is None else share.queries(windows)
+            own_out, own_lse, own_grad = (share.queries(tensor) for tensor in (out, lse, grad))
+            own = (share.queries(dq), share.key_heads(dk), share.key_heads(dv))
+            into = own if dq.dtype == problem.accumulate_dtype else None
+            gradients, bias = _backward_share(
+                share.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2], into
+            )
+            if into is None:
+                for target, gradient in zip(own, gradients, strict=True):
+                    target.copy_(gradient)
+            return bias
+
+        biases = threads.run(compute, shares)
+    if not want_bias:
+        return dq, dk, dv, BiasGradients()
+    total = PieceBias(problem, [], problem.accumulate_dtype)
+    for share, bias in zip(shares, biases, strict=True):
+        total.take(bias, share.rows, share.heads)
+    return dq, dk, dv, total.gradients()
+
+
+def _backward_share(
+    problem: Problem,
+    windows: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    want_bias: bool,
+    lanes: torch.Size,
+    into: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias]:
+    fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
+    run = Pass(problem, windows, fused, lanes)
+    return run.backward(out, lse, grad, want_bias, into), run.bias
+
+
+def _can_fuse(problem: Problem) -> bool:
+    return problem.q.device.type == "cpu" and engine.has_fused()

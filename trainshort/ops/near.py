@@ -1,0 +1,146 @@
+"""What is near a query: a lower bound of its log-sum-exp, from keys close to it.
+
+A window is certified against this bound, so a better one makes windows shorter. The bound is cheap because it
+compares queries with means of neighbouring keys, by Jensen's inequality, and never takes an exponential.
+
+Inner products are float32 products that are added up, or matrix products of float64: torch's settings may let a
+matrix product of float32 round to TF32 or bfloat16, and the bound must hold under every setting.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import LinearBias
+from trainshort.ops.norms import portions, row_norms
+from trainshort.ops.problem import Problem
+
+NEAR = 32  # queries of a tile share their near keys
+RUNS = (32, 256)  # near keys that are averaged, multiples of NEAR: few for steep slopes, many for gentle ones
+
+
+def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: Tensor) -> Tensor:
+    """A lower bound of each query's log-sum-exp, from keys close to it: float64 [B, H, Tq], or -inf.
+
+    reach: s‖q‖, [B, H, Tq]; longest: the largest ‖k - c‖, [B, Hkv].
+    """
+    start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
+    if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
+        near = _mean_key_score(problem, center, start).double()
+        if problem.key_padding_mask is not None:
+            near = torch.maximum(near, _nearest_score(problem, center))
+    else:
+        near = _nearest_score(problem, center)
+    # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key, which ‖k - c‖ + ‖c‖ bounds.
+    group = problem.q.shape[1] // problem.k.shape[1]
+    longest = longest.clamp_min(0.0).double()
+    if center is not None:
+        longest = longest + 2.0 * row_norms(center)
+    longest = longest.repeat_interleave(group, dim=1)[..., None]  # [B, H, 1]
+    return near - (problem.q.shape[3] + 36) * 2.0**-23 * reach * longest - 1e-5
+
+
+def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tensor:
+    """Jensen's bound from the mean of n neighbouring keys: LSE >= ln n + s q.mean(k) - m mean(distance).
+
+    Queries are taken in tiles of NEAR; the keys are the n just before the tile (and, where the future is in
+    sight, just after it), for each n of RUNS that stays inside the query's own sequence.
+    """
+    assert isinstance(problem.bias, LinearBias)
+    q, k, scale, dtype = problem.q, problem.k, problem.scale, problem.accumulate_dtype
+    queries = q.shape[2]
+    tiles = -(-queries // NEAR)
+    before = min(start // NEAR, max(RUNS) // NEAR)  # tiles of keys in front of the first query
+    low = start - before * NEAR
+    after = 0 if problem.causal else min((k.shape[2] - start - queries) // NEAR, max(RUNS) // NEAR)
+    whole = (min(start + queries, k.shape[2]) - low) // NEAR + max(after, 0)
+    near = k[:, :, low : low + whole * NEAR]
+    if problem.key_padding_mask is not None:
+        near = near.masked_fill(~problem.key_padding_mask[:, None, low : low + whole * NEAR, None], 0.0)
+    means = near.unflatten(2, (whole, NEAR)).mean(3, dtype=dtype)  # [B, Hkv, whole, D]
+    if center is not None:
+        means = means - center[:, :, None]
+    # Summed in float64, so that a run is the difference of two sums without losing its last digits.
+    sums = torch.nn.functional.pad(means.double(), (0, 0, 1, 0)).cumsum(2)
+    tile = torch.arange(tiles, device=q.device) + before  # index of a tile's own keys among `means`
+    first, end = (limit.expand(-1, queries) for limit in problem.key_runs())
+    offset = (torch.arange(queries, device=q.device) % NEAR).to(dtype)  # place of a query in its tile
+    past, future = (slope[..., None].to(dtype) for slope in problem.slopes(torch.float64))  # [B or 1, H, 1]
+
+    # Mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq].
+    neighbours: list[Tensor] = []
+    gains: list[Tensor] = []
+    for run in RUNS:
+        for ahead in (False,) if problem.causal else (False, True):
+            steps = run // NEAR
+            from_tile = (tile + 1 if ahead else tile - steps).clamp(0, whole)
+            to_tile = (tile + 1 + steps if ahead else tile).clamp(0, whole)
+            neighbours.append(((sums[:, :, to_tile] - sums[:, :, from_tile]) / steps).to(dtype))
+            if ahead:
+                gain = math.log(run) - future * (NEAR - offset + (run - 1) / 2 - problem.bias.offset)
+            else:
+                gain = math.log(run) - past * (offset + (run + 1) / 2)
+            place = (low + from_tile * NEAR).repeat_interleave(NEAR)[:queries]
+            inside = (to_tile - from_tile == steps).repeat_interleave(NEAR)[:queries]
+            inside = inside & (place >= first) & (place + run <= end)  # [B or 1, Tq]
+            gain = gain.masked_fill(~inside[:, None], -math.inf)
+            blind = [sight == ("past" if ahead else "future") for sight in problem.sights]
+            gains.append(gain.masked_fill(torch.tensor(blind, device=q.device)[:, None], -math.inf))
+    best = None
+    for mean, gain in zip(neighbours, gains, strict=True):
+        score = _products(q, mean)[:, :, :queries] * scale + gain
+        best = score if best is None else torch.maximum(best, score)
+    assert best is not None
+    return best
+
+
+def _products(q: Tensor, mean: Tensor) -> Tensor:
+    """Inner products of the queries [B, H, Tq, D] with a vector for their tile of NEAR, [B, Hkv, tiles, D]."""
+    tiles, dtype = mean.shape[2], mean.dtype
+    missing = tiles * NEAR - q.shape[2]
+    query = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
+    query = query.unflatten(2, (tiles, NEAR)).unflatten(1, (mean.shape[1], -1))  # [B, Hkv, G, tiles, NEAR, D]
+    products = torch.empty(query.shape[:-1], dtype=dtype, device=q.device)
+    for part in portions(query):
+        products[part] = (query[part] * mean[part][:, :, None, :, None]).sum(-1)
+    return products.flatten(1, 2).flatten(2, 3)
+
+
+def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
+    """The score of the nearest key in sight (of the 64 nearest, where there are few queries), in float64.
+
+    Queries may stand far behind the last key: their distances times the slope have more digits than a float32.
+    """
+    position = problem.positions()
+    first, end = problem.key_runs()
+    queries = problem.q.shape[2]
+    width = 64 if queries <= 64 else 1
+    anchor = torch.minimum(torch.maximum(position, first), end - 1)  # [B or 1, Tq]
+    group = problem.q.shape[1] // problem.k.shape[1]
+    past, future = (slope[..., None, None] for slope in problem.slopes(torch.float64))
+    columns = []
+    at_once = 1024 // width
+    for piece in range(0, queries, at_once):
+        rows = slice(piece, piece + at_once)
+        index = anchor[:, rows, None] - torch.arange(width, device=anchor.device)  # [B or 1, T, W]
+        inside = (index >= first[:, rows, None]) & (index < end[:, rows, None])
+        index = index.expand(problem.q.shape[0], -1, -1)
+        batch = torch.arange(problem.q.shape[0], device=index.device)[:, None, None]
+        safe = index.clamp(0, max(problem.k.shape[2] - 1, 0))
+        keys = problem.k.transpose(1, 2)[batch, safe].double()  # [B, T, W, Hkv, D]
+        if center is not None:
+            keys = keys - center[:, None, None]
+        query = problem.q[:, :, rows].double().unflatten(1, (-1, group))  # [B, Hkv, G, T, D]
+        score = problem.scale * torch.einsum("bngtd,btwnd->bngtw", query, keys).flatten(1, 2)
+        distance = (index - position[:, rows, None])[:, None]  # [B, 1, T, W]
+        seen = inside[:, None]
+        for sight, sign in (("past", 1), ("future", -1)):
+            blind = torch.tensor([s == sight for s in problem.sights], device=index.device)
+            seen = seen & ~(blind[:, None, None] & (sign * distance > 0))
+        assert isinstance(problem.bias, LinearBias)
+        score = score + problem.bias.at(distance.double(), past, future)
+        columns.append(torch.logsumexp(score.masked_fill(~seen, -math.inf), dim=-1))
+    return torch.cat(columns, dim=-1)

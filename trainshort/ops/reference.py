@@ -1,0 +1,78 @@
+"""The specification: dense attention that reads like the formula.
+
+    score[i, j] = scale * q[i] . k[j] + bias(j - i)       where query i may see key j, else -inf
+    output[i]   = sum over j of softmax(score[i])[j] * v[j]
+
+It builds the whole length x length matrix, in float64 for float64 inputs and in float32 otherwise, and skips
+nothing. Every other backend is tested against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import BucketBias, LinearBias
+from trainshort.ops.problem import Problem
+
+
+def attend(problem: Problem) -> Tensor:
+    """Dense attention, [B, H, Tq, D]. Autograd differentiates it."""
+    with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
+        if problem.cu_seqlens is None:
+            return _attend(problem)
+        borders = problem.cu_seqlens.tolist()
+        documents = [_document(problem, *border) for border in itertools.pairwise(borders)]
+        return torch.cat([_attend(document) for document in documents], dim=2) if documents else problem.q * 0.0
+
+
+def _document(problem: Problem, first: int, end: int) -> Problem:
+    """One of the documents that are packed into a row."""
+    q, k, v = (tensor[:, :, first:end] for tensor in (problem.q, problem.k, problem.v))
+    return replace(problem, q=q, k=k, v=v, cu_seqlens=None, key_norms=None)
+
+
+def _attend(problem: Problem) -> Tensor:
+    dtype = problem.accumulate_dtype
+    q, k, v = (tensor.to(dtype) for tensor in (problem.q, problem.k, problem.v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+    # What stands in a key that nobody sees, or in a query that sees nothing, must not even be multiplied by zero.
+    seen = visible(problem).expand(-1, q.shape[1], -1, -1)  # [B or 1, H, Tq, Tk]
+    unseen, blind = ~seen.any(2)[..., None], ~seen.any(3)[..., None]
+    q, k, v = q.masked_fill(blind, 0.0), k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+
+    scores = problem.scale * (q @ k.transpose(-2, -1)) + bias_matrix(problem, dtype)  # [B, H, Tq, Tk]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    # A row that sees no key would be 0/0: let it see everything, then take its output away.
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1)
+    return (weights @ v).masked_fill(blind, 0.0).to(problem.q.dtype)
+
+
+def visible(problem: Problem) -> Tensor:
+    """Which query may see which key: bool [B or 1, H or 1, Tq, Tk]."""
+    key = torch.arange(problem.k.shape[2], device=problem.k.device)
+    first, end = problem.key_runs()
+    position = problem.positions()[:, None, :, None]
+    in_run = ((key >= first[..., None]) & (key < end[..., None]))[:, None]  # [B or 1, 1, Tq, Tk]
+    if problem.causal:
+        return in_run & (key <= position)
+    looks_back = torch.tensor([sight != "future" for sight in problem.sights], device=key.device)
+    looks_ahead = torch.tensor([sight != "past" for sight in problem.sights], device=key.device)
+    return in_run & (looks_back[:, None, None] | (key >= position)) & (looks_ahead[:, None, None] | (key <= position))
+
+
+def bias_matrix(problem: Problem, dtype: torch.dtype) -> Tensor | float:
+    """The bias of every pair, [B or 1, H, Tq, Tk]."""
+    key = torch.arange(problem.k.shape[2], device=problem.k.device)
+    distance = key - problem.positions()[:, None, :, None]  # [B or 1, 1, Tq, Tk]
+    if isinstance(problem.bias, LinearBias):
+        past, future = (slope[..., None, None] for slope in problem.slopes(dtype))  # [B or 1, H, 1, 1]
+        return problem.bias.at(distance.to(dtype), past, future)
+    if isinstance(problem.bias, BucketBias):
+        return problem.bias.table.to(dtype)[problem.bias.bucket(distance)[:, 0]].permute(0, 3, 1, 2)
+    return 0.0

@@ -1,0 +1,316 @@
+"""Backward: two kernels that visit the same tiles, those that mattered in the forward pass, without atomics.
+
+`query_kernel` goes like the forward pass: one program for BM queries, which collects dq, the row sums
+delta = do.o that the other kernel needs, and its share of the gradient of slopes or table. `key_kernel` is one
+program for BN keys, at most a unit of them, which collects dk and dv over all queries that visit them, and over the
+heads of its group.
+
+With p_ij the softmax weights: dv_j = sum_i p_ij do_i;  ds_ij = p_ij (do_i.v_j - delta_i);
+dq_i = scale sum_j ds_ij k_j;  dk_j = scale sum_i ds_ij q_i;  dm = sum_ij ds_ij (j - i) for a past slope.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainshort.ops.triton.forward import key_ranges
+from trainshort.ops.triton.tiles import (
+    BUCKET,
+    FUTURE,
+    LINEAR,
+    MASKED,
+    NONE,
+    PAST,
+    ROWS,
+    UNIT,
+    full_bias,
+    load_rows,
+    place,
+    position,
+    sees_of,
+    sight,
+    some_sees,
+    split_bias,
+    store_rows,
+)
+
+
+@triton.jit
+def _query_range(
+    dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+    stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, mp, mf, offset, reach, scale,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DBIAS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias."""
+    for key in tl.range(first, end, BN, num_stages=STAGES):
+        j = key + tl.arange(0, BN)
+        k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
+        v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
+        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if SIDE == MASKED:
+            if BIAS != NONE:
+                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, reach, BIAS, CAUSAL)
+            s -= lse[:, None]
+            s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
+        else:
+            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
+            s += column[None, :]
+            s += (row - lse)[:, None]
+        w = tl.exp2(s)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        ds = w * (dp - delta[:, None])
+        if SIDE == MASKED:  # a weight of zero times a value that is not finite
+            ds = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), ds, 0.0)
+            if SIDED:
+                k = tl.where(some_sees(j, start, nq, nk, sees)[:, None], k, 0.0).to(k.dtype)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if DBIAS and BIAS == LINEAR:
+            d = (j[None, :] - p[:, None]).to(tl.float32)
+            if SIDE == PAST or CAUSAL:
+                dpast += tl.sum(ds * d, 1)
+            elif SIDE == FUTURE:
+                dfuture += tl.sum(ds * (offset - d), 1)
+            else:
+                dpast += tl.sum(ds * tl.where(d > 0, 0.0, d), 1)
+                dfuture += tl.sum(ds * tl.where(d > 0, offset - d, 0.0), 1)
+        if DBIAS and BIAS == BUCKET:
+            if SIDE == MASKED:
+                d = j[None, :] - p[:, None]
+                bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(d, -reach), reach) + reach)
+                index = tl.arange(0, NB)
+                for n in range(NB):
+                    part = tl.sum(tl.sum(tl.where(bucket == n, ds, 0.0), 1), 0)
+                    dtable += tl.where(index == n, part, 0.0)
+            else:
+                bucket = tl.load(BUCKETS + (0 if SIDE == PAST else 2 * reach))
+                dtable += tl.where(tl.arange(0, NB) == bucket, tl.sum(tl.sum(ds, 1), 0), 0.0)
+    return dq, dpast, dfuture, dtable
+
+
+@triton.jit(do_not_specialize=["start", "stride_window"])
+def query_kernel(
+    Q, K, V, DO, OUT, LSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST, LAST,
+    SEQ, BLOCKS, ORDER, UNIT0,
+    start, scale, plain_scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_ot, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_slope,
+    stride_window,
+    H, group, Tq, Tk, offset, reach,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    part = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = tl.program_id(1)
+    h = tl.num_programs(2) - 1 - tl.program_id(2)
+    if ORDERED:
+        h = tl.load(ORDER + h)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    row = block * ROWS + part * BM % ROWS
+    if row >= nq:
+        return
+    hk = h // group
+    q_base = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q0.to(tl.int64) * stride_qt
+    k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
+    v_base = b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh + k0.to(tl.int64) * stride_vt
+    o_base = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + q0.to(tl.int64) * stride_ot
+    d_base = b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + q0.to(tl.int64) * stride_dt
+    g_base = b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh + q0.to(tl.int64) * stride_gt
+    mp, mf = 0.0, 0.0
+    if BIAS == LINEAR:
+        mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
+        mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
+    if BIAS == BUCKET:
+        LINE += h * (2 * reach + 1)
+    unit0 = (b * H + h) * stride_window
+    if PACKED:
+        unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
+    r = row + tl.arange(0, BM)
+    p = position(start, r, nk, reach, CAUSAL)
+    sees = sees_of(SEES, h, CAUSAL, SIDED)
+    lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
+    ref = position(start, row, nk, reach, CAUSAL)
+    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
+
+    q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
+    do = load_rows(DO, b, h, row, d_base, stride_dt, nq, D, BD, BM, TMA)
+    o = load_rows(OUT, b, h, row, o_base, stride_ot, nq, D, BD, BM, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = (b * H + h).to(tl.int64) * Tq + q0 + r
+    delta = tl.where(some, delta, 0.0)
+    tl.store(DELTA + at, delta, mask=r < nq)
+    lse = tl.load(LSE + at, mask=r < nq, other=float("inf"))
+    dq = tl.zeros([BM, BD], tl.float32)
+    dpast = tl.zeros([BM], tl.float32)
+    dfuture = tl.zeros([BM], tl.float32)
+    dtable = tl.zeros([NB], tl.float32)
+    dq, dpast, dfuture, dtable = _query_range(
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+        stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+    )  # fmt: skip
+    dq, dpast, dfuture, dtable = _query_range(
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+        stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+    )  # fmt: skip
+    dq, dpast, dfuture, dtable = _query_range(
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+        stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+    )  # fmt: skip
+    if not CAUSAL:
+        dq, dpast, dfuture, dtable = _query_range(
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+            stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+        )  # fmt: skip
+        dq, dpast, dfuture, dtable = _query_range(
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
+            stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+        )  # fmt: skip
+    dq = tl.where(some[:, None], dq * plain_scale, 0.0)
+    store_rows(DQ, dq, row, g_base, stride_gt, nq, D, BD, BM)
+    if DBIAS:
+        share = (b * H + h) * tl.num_programs(0) + part
+        if BIAS == LINEAR:
+            tl.store(DSLOPES + share, tl.sum(tl.where(some, dpast, 0.0), 0))
+            if not CAUSAL:
+                tl.store(DFUTURES + share, tl.sum(tl.where(some, dfuture, 0.0), 0))
+        if BIAS == BUCKET:
+            tl.store(DTABLE + share * NB + tl.arange(0, NB), dtable)
+
+
+@triton.jit
+def _key_range(
+    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, b, h, q_base, d_base, at, stride_qt, stride_dt, unit0, nq, nk,
+    first, end, j, start, sees, ref, mp, mf, offset, reach, scale,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLIND: tl.constexpr,
+):  # fmt: skip
+    """Take in the query tiles of one range."""
+    for row in tl.range(first, end, BM, num_stages=STAGES):
+        r = row + tl.arange(0, BM)
+        p = position(start, r, nk, reach, CAUSAL)
+        q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
+        do = load_rows(DO, b, h, row, d_base, stride_dt, nq, D, BD, BM, TMA)
+        lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
+        delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
+        if SIDE == MASKED:
+            lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
+            if BLIND:  # what stands in queries that see nothing must not even be multiplied by zero
+                q = tl.where(some[:, None], q, 0.0).to(q.dtype)
+                do = tl.where(some[:, None], do, 0.0).to(do.dtype)
+        s = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
+        if SIDE == MASKED:
+            seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]) & some[None, :]
+            if BIAS != NONE:
+                s += full_bias(LINE, p[None, :], j[:, None], mp, mf, offset, reach, BIAS, CAUSAL)
+            w = tl.exp2(tl.where(seen, s - lse[None, :], -float("inf")))
+        else:
+            query_term, key_term = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
+            s += key_term[:, None]
+            w = tl.exp2(s + (query_term - lse)[None, :])
+        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, do.T, input_precision=PRECISION)
+        ds = w * (dp - delta[None, :])
+        if SIDE == MASKED:
+            ds = tl.where(seen, ds, 0.0)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["start", "stride_window"])
+def key_kernel(
+    Q, K, V, DO, LSE, DELTA, DK, DV, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER,
+    UNIT0,
+    start, scale, plain_scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_eb, stride_eh, stride_et,
+    stride_slope, stride_window,
+    H, group, Tq, Tk, offset, reach,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    b = tl.program_id(1)
+    hk = tl.num_programs(2) - 1 - tl.program_id(2)
+    if ORDERED:  # where every head has keys of its own
+        hk = tl.load(ORDER + hk)
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BN // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    key = block * ROWS + part * BN % ROWS
+    if key >= nk:
+        return
+    k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
+    v_base = b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh + k0.to(tl.int64) * stride_vt
+    k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
+    v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
+    j = key + tl.arange(0, BN)
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BD], tl.float32)
+    key_last = tl.minimum(key + BN, nk) - 1
+    near = reach if BIAS == BUCKET else 0
+    for member in range(group):
+        h = hk * group + member
+        q_base = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q0.to(tl.int64) * stride_qt
+        d_base = b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + q0.to(tl.int64) * stride_dt
+        at = (b * H + h).to(tl.int64) * Tq + q0
+        mp, mf = 0.0, 0.0
+        line = LINE
+        if BIAS == LINEAR:
+            mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
+            mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
+        if BIAS == BUCKET:
+            line += h * (2 * reach + 1)
+        sees = sees_of(SEES, h, CAUSAL, SIDED)
+        unit0 = (b * H + h) * stride_window
+        until0 = (b * H + h) * stride_window + key // UNIT
+        if PACKED:
+            document = tl.load(BLOCKS + 2 * (part * BN // ROWS))
+            unit0 += tl.load(UNIT0 + document)
+            until0 += tl.load(UNIT0 + document)
+        # Rows that may see these keys: [r0, r1). In front of n1 they look ahead to all of them, from n2 on back.
+        r0 = tl.maximum(key - start, 0) // BM * BM
+        r1 = b * 0 + nq
+        n2 = key_last - start + near
+        if not CAUSAL:
+            n1 = tl.maximum(key - near - start, 0) // BM * BM
+            r0 = tl.where(sees == 1, r0, 0)
+            r1 = tl.where(sees == 2, tl.maximum(tl.minimum(key_last - start + 1, nq), 0), nq)
+        if WINDOWS:
+            r1 = tl.minimum(r1, tl.load(UNTIL + until0) * UNIT)
+            if not CAUSAL:
+                r0 = tl.maximum(r0, tl.load(SINCE + until0) * UNIT // BM * BM)
+        r1 = (tl.maximum(r1, r0) + BM - 1) // BM * BM
+        n2 = tl.minimum(tl.maximum((tl.maximum(n2, 0) + BM - 1) // BM * BM, r0), r1)
+        m0 = r0
+        if not CAUSAL:
+            if SIDED:
+                n2 = tl.where(sees == 2, r1, n2)
+            n1 = tl.where(sees == 1, r0, tl.minimum(tl.maximum(n1, r0), n2))
+            dk, dv = _key_range(
+                dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
+                unit0, nq, nk, r0, n1, j, start, sees, key, mp, mf, offset, reach, scale,
+                D, BD, BM, BIAS, CAUSAL, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
+            )  # fmt: skip
+            m0 = n1
+        dk, dv = _key_range(
+            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
+            unit0, nq, nk, m0, n2, j, start, sees, key, mp, mf, offset, reach, scale,
+            D, BD, BM, BIAS, CAUSAL, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND,
+        )  # fmt: skip
+        dk, dv = _key_range(
+            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
+            unit0, nq, nk, n2, r1, j, start, sees, key + BN, mp, mf, offset, reach, scale,
+            D, BD, BM, BIAS, CAUSAL, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND,
+        )  # fmt: skip
+    g_base = b.to(tl.int64) * stride_gb + hk.to(tl.int64) * stride_gh + k0.to(tl.int64) * stride_gt
+    e_base = b.to(tl.int64) * stride_eb + hk.to(tl.int64) * stride_eh + k0.to(tl.int64) * stride_et
+    store_rows(DK, dk * plain_scale, key, g_base, stride_gt, nk, D, BD, BN)
+    store_rows(DV, dv, key, e_base, stride_et, nk, D, BD, BN)

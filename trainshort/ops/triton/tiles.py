@@ -1,0 +1,165 @@
+"""What all kernels share: where a program stands, which keys each of its rows sees, how tiles are read and biased.
+
+Legend, for every kernel of this package:
+
+    b h hk          row of the batch, query head, key head
+    T n             lengths; BM rows of queries and BN rows of keys in a tile; D head dimension, BD its power of two
+    r p             index of a query, and its position among the keys (start + r, but see `position`)
+    j               position of a key
+    lo hi           keys that a query sees: lo <= j < hi (padding, document, sight and certified window all together)
+    mp mf           slopes of past and future, in units of log2: bias mp (j - p) for j <= p, else mf (p + offset - j)
+    ref             a position near the tile: distances are taken from it, so that float32 holds them exactly
+    sees            1: the past, 2: the future, 3: both (the query's own position always)
+
+A problem may be ragged: each sequence (a row of the batch, or a packed document) has its own
+(first query, queries, first key, keys, position of query 0) in SEQ. Inside a kernel all of these look alike.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainshort.ops.triton import shapes
+
+UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
+NONE, LINEAR, BUCKET = tl.constexpr(shapes.NONE), tl.constexpr(shapes.LINEAR), tl.constexpr(shapes.BUCKET)
+MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def extent(SEQ, sequence, Tq, Tk, start, CAUSAL: tl.constexpr, UNEVEN: tl.constexpr):
+    """Of a sequence: first query, queries, first key, keys, position of query 0.
+
+    Keys after the last query of causal attention, the unwritten end of a cache, are not part of it.
+    """
+    q0, nq, k0, nk, s = sequence * 0, Tq, sequence * 0, Tk, start
+    if UNEVEN:
+        at = SEQ + 5 * sequence
+        q0, nq, k0, nk, s = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    if CAUSAL:
+        nk = tl.maximum(tl.minimum(nk, s + nq), 0)
+    return q0, nq, k0, nk, s
+
+
+@triton.jit
+def place(SEQ, BLOCKS, b, block, Tq, Tk, start, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr):
+    """Of a block of rows: its place in its sequence, and that sequence's extent. Surplus blocks get no rows."""
+    sequence = b
+    if PACKED:
+        sequence = tl.load(BLOCKS + 2 * block)
+        block = tl.load(BLOCKS + 2 * block + 1)
+    q0, nq, k0, nk, s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
+    return block, q0, nq, k0, nk, s
+
+
+@triton.jit
+def load_rows(X, b, h, row, base, stride, n, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr):
+    """Rows [row, row + BR) of a matrix [n, D] as [BR, BD], zeros outside of it. X: a descriptor or a pointer."""
+    if TMA:
+        tile = X.load([b, h, row, 0]).reshape(BR, BD)
+    else:
+        r = row + tl.arange(0, BR)
+        d = tl.arange(0, BD)
+        inside = ((r >= 0) & (r < n))[:, None]
+        if D < BD:
+            inside = inside & (d < D)[None, :]
+        tile = tl.load(X + base + r[:, None].to(tl.int64) * stride + d[None, :], mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(X, tile, row, base, stride, n, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    r = row + tl.arange(0, BR)
+    d = tl.arange(0, BD)
+    inside = (r < n)[:, None]
+    if D < BD:
+        inside = inside & (d < D)[None, :]
+    at = X + base + r[:, None].to(tl.int64) * stride + d[None, :]
+    tl.store(at, tile.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sees_of(SEES, h, CAUSAL: tl.constexpr, SIDED: tl.constexpr):
+    if CAUSAL:
+        sees = 1
+    elif SIDED:
+        sees = tl.load(SEES + h)
+    else:
+        sees = 3
+    return sees
+
+
+@triton.jit
+def position(start, r, nk, reach, CAUSAL: tl.constexpr):
+    """Where queries r stand among nk keys. One beyond all of them is put next to the nearest (beyond the reach of the
+    bias), where it weighs them alike: so distances stay as small as float32 needs them."""
+    p = tl.minimum(start + r, nk + reach)
+    if not CAUSAL:
+        p = tl.maximum(p, -1 - reach)
+    return p
+
+
+@triton.jit
+def sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL: tl.constexpr, WINDOWS: tl.constexpr):
+    """The keys [lo, hi) that rows r see, and which rows see any. unit0: of the sequence, in FIRST and LAST."""
+    p = start + r
+    lo = tl.zeros_like(r)
+    hi = tl.zeros_like(r) + nk
+    inside = r < nq
+    if CAUSAL:
+        hi = tl.minimum(hi, p + 1)
+    else:
+        hi = tl.where(sees == 1, tl.minimum(hi, p + 1), hi)
+        lo = tl.where(sees == 2, tl.maximum(lo, p), lo)
+    some = inside & (hi > lo)
+    if WINDOWS:
+        unit = unit0 + r // UNIT
+        lo = tl.maximum(lo, tl.load(FIRST + unit, mask=inside, other=0) * UNIT)
+        if not CAUSAL:
+            hi = tl.minimum(hi, tl.load(LAST + unit, mask=inside, other=0) * UNIT)
+    return lo, hi, some
+
+
+@triton.jit
+def some_sees(j, start, nq, nk, sees):
+    """Whether any query of the sequence may see keys j. In a head that looks one way, nobody sees what lies behind
+    all of its queries."""
+    first = tl.where(sees == 2, start, 0)
+    end = tl.where(sees == 1, start + nq, nk)
+    return (j >= first) & (j < end)
+
+
+@triton.jit
+def full_bias(LINE, p, j, mp, mf, offset, reach, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The bias at positions p and j (broadcast against each other), in units of log2."""
+    d = j - p
+    if BIAS == LINEAR:
+        x = d.to(tl.float32)
+        if CAUSAL:
+            bias = mp * x
+        else:
+            bias = tl.where(d > 0, mf * (offset - x), mp * x)
+    elif BIAS == BUCKET:
+        bias = tl.load(LINE + tl.minimum(tl.maximum(d, -reach), reach) + reach)
+    else:
+        bias = d.to(tl.float32) * 0.0
+    return bias
+
+
+@triton.jit
+def split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS: tl.constexpr, SIDE: tl.constexpr):
+    """The bias far from the diagonal as a term of the query plus a term of the key."""
+    row = (p - ref).to(tl.float32)
+    column = (j - ref).to(tl.float32)
+    if BIAS == LINEAR:
+        if SIDE == PAST:
+            row, column = -mp * row, mp * column
+        else:
+            row, column = mf * (row + offset), -mf * column
+    elif BIAS == BUCKET:
+        row, column = row * 0.0, column * 0.0 + tl.load(LINE + (0 if SIDE == PAST else 2 * reach))
+    else:
+        row, column = row * 0.0, column * 0.0
+    return row, column

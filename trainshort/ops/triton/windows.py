@@ -1,0 +1,306 @@
+"""Which keys can matter, on the GPU.
+
+The proof is that of docs/attention.md, with bounds that need no pass over pairs. In nats, for a query of length
+x = scale |q| at position p, and keys counted from their sequence's centre:
+
+    what is skipped   sum over j < f of exp(score)  <=  exp(x K + m (f - 1 - p)) / (1 - e^-m)
+    what is there     log-sum-exp  >=  log-sum-exp over the nearest keys, which the forward pass visits first
+
+K is not the largest norm but an effective one. Over a unit of keys with weights w_j = e^(m j) / sum, the function
+x -> ln sum w_j exp(x n_j) is convex and zero at zero, so below any X it lies under its chord: at most x K with
+K = ln sum w_j exp(X n_j) / X. Beyond X it rises by at most the largest norm. X is taken from a sample of queries.
+This says nothing of a part of a unit, so f is a multiple of it.
+
+    sample_kernel     the centre of the keys, and X, from a few rows
+    bounds_kernel     reads k once: K and the largest norm of each unit of keys
+    largest_kernel    the largest of these up to each unit, and from each unit on
+    first_needed      inside the forward pass: the first unit that its queries cannot do without, and last_needed
+    order_kernel      after it, for the backward pass: makes what the forward pass found rise with the query, and
+                      turns it round: which query units visit a key unit
+
+A number that is not finite, anywhere, means: visit everything.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainshort.ops.triton.tiles import FAR, ROWS, UNIT, extent, load_rows, place
+
+SAMPLE = tl.constexpr(32)  # rows
+CHUNK = tl.constexpr(128)  # units that are looked at together
+UNDERFLOW = tl.constexpr(2.0**-63)  # the square of a smaller number is lost in float32
+
+
+@triton.jit
+def lengths(rows, D: tl.constexpr):
+    """Lengths of rows, never less than they are: slack for the rounding of the sum, and for what underflows."""
+    return tl.sqrt(tl.sum(rows * rows, 1)) * (1.0 + (D + 8) * 1.1920929e-7) + D * UNDERFLOW
+
+
+@triton.jit
+def _sample(X, base, first, n, stride, D: tl.constexpr, BD: tl.constexpr):
+    """A few rows of a sequence, evenly spaced: [SAMPLE, BD]."""
+    d = tl.arange(0, BD)
+    rows = first + tl.arange(0, SAMPLE).to(tl.int64) * n // SAMPLE
+    inside = (rows < first + n)[:, None] & (d < D)[None, :]
+    return tl.load(X + base + rows[:, None] * stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _units(values):
+    """[ROWS] -> [units, UNIT]"""
+    return values.reshape(ROWS // UNIT, UNIT)
+
+
+@triton.jit
+def _effective(n, norm, inside, x, m, away):
+    """K of each unit: ln of the mean of exp(x n), weighted by exp(-m away), over x. n: [units, UNIT]."""
+    # An outlier must not vanish with its weight.
+    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)[None, :]
+    mean = tl.sum(tl.where(inside, weight * tl.exp(x * (n - norm[:, None])), 0.0), 1) / tl.sum(weight, 1)
+    effective = norm + tl.log(mean) / x
+    return tl.where(effective <= norm, effective, norm)  # NaN as well
+
+
+@triton.jit(do_not_specialize=["start"])
+def sample_kernel(
+    Q, K, CENTER, COMMON, REACH, SEQ, start, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, H, Hk, group, Tq, Tk,
+    D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    hk = tl.program_id(1)
+    b = sequence * 0 if PACKED else sequence
+    q0, nq, k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
+    d = tl.arange(0, BD)
+    sample = _sample(K, b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh, k0, nk, stride_kt, D, BD)
+    center = tl.sum(sample, 0) / SAMPLE
+    # Worth taking off where it is a good part of the keys; the mean of keys that have nothing in common is noise.
+    length = tl.sum(center * center, 0)
+    alike = length > 0.1 * tl.sum(tl.sum(sample * sample, 1), 0) / SAMPLE
+    tl.store(CENTER + (sequence * Hk + hk) * D + d, tl.where(alike, center, 0.0), mask=d < D)
+    common = tl.sqrt(length) * (1.0 + (D + 8) * 1.1920929e-7) + D * UNDERFLOW
+    tl.store(COMMON + sequence * Hk + hk, tl.where(alike, common, 0.0))
+    for member in range(group):
+        h = hk * group + member
+        sample = _sample(Q, b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, q0, nq, stride_qt, D, BD)
+        x = tl.max(tl.sqrt(tl.sum(sample * sample, 1)), 0) * tl.abs(scale)
+        tl.store(REACH + sequence * H + h, tl.where((x > 1e-6) & (x < 1e30), x, 1e-6))
+
+
+@triton.jit(do_not_specialize=["start", "blocks"])
+def bounds_kernel(
+    K, SLOPES, FUTURES, CENTER, REACH, NORM, PASTS, AHEADS, SEQ, BLOCKS, start,
+    stride_kb, stride_kh, stride_kt, stride_slope, H, Hk, group, Tq, Tk, blocks,
+    D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    b = tl.program_id(1)
+    hk = tl.program_id(2)
+    block, _q0, _nq, k0, nk, _s = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    sequence = tl.load(BLOCKS + 2 * entry) if PACKED else b
+    row = block * ROWS
+    if row >= nk:
+        return
+    d = tl.arange(0, BD)
+    r = tl.arange(0, ROWS)
+    base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
+    k = load_rows(K, b, hk, row, base, stride_kt, nk, D, BD, ROWS, TMA)
+    center = tl.load(CENTER + (sequence * Hk + hk) * D + d, mask=d < D, other=0.0)
+    inside = _units(row + r < nk)
+    n = _units(lengths(k.to(tl.float32) - center[None, :], D))
+    norm = tl.max(tl.where(inside, tl.where(n < 1e30, n, float("inf")), 0.0), 1)  # NaN compares false
+    unit = entry * (ROWS // UNIT) + tl.arange(0, ROWS // UNIT)
+    units = blocks * (ROWS // UNIT)
+    step = tl.arange(0, UNIT)
+    tl.store(NORM + (b * Hk + hk) * units + unit, norm)
+    for member in range(group):
+        h = hk * group + member
+        x = tl.load(REACH + sequence * H + h)
+        at_head = (b * H + h) * units + unit
+        mp = tl.load(SLOPES + b * stride_slope + h)
+        tl.store(PASTS + at_head, _effective(n, norm, inside, x, mp, -step + (UNIT - 1)))
+        if not CAUSAL:
+            mf = tl.load(FUTURES + b * stride_slope + h)
+            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, mf, step))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _running_largest(VALUES, MOST, n, b, BACK: tl.constexpr, TOGETHER: tl.constexpr):
+    """Of n values, none negative: the largest up to each, or from each on."""
+    carry = b * 0.0
+    chunks = (n + TOGETHER - 1) // TOGETHER
+    for chunk in range(chunks):
+        at = chunk
+        if BACK:
+            at = chunks - 1 - chunk
+        index = at * TOGETHER + tl.arange(0, TOGETHER)
+        value = tl.load(VALUES + index, mask=index < n, other=0.0)
+        value = tl.maximum(tl.associative_scan(value, 0, _larger, reverse=BACK), carry)
+        carry = tl.max(value, 0)
+        tl.store(MOST + index, value, mask=index < n)
+
+
+@triton.jit(do_not_specialize=["start", "blocks"])
+def largest_kernel(
+    NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, SEQ, UNIT0, start,
+    H, Hk, group, Tq, Tk, blocks,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    hk = tl.program_id(1)
+    b = sequence * 0 if PACKED else sequence
+    _q0, _nq, _k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
+    n = (nk + UNIT - 1) // UNIT
+    units = blocks * (ROWS // UNIT)
+    unit0 = b * 0
+    if PACKED:
+        unit0 = tl.load(UNIT0 + sequence)
+    at = (b * Hk + hk) * units + unit0
+    _running_largest(NORM + at, NORM_PAST + at, n, b, False, TOGETHER)
+    if not CAUSAL:
+        _running_largest(NORM + at, NORM_AHEAD + at, n, b, True, TOGETHER)
+    for member in range(group):
+        at = (b * H + hk * group + member) * units + unit0
+        _running_largest(PASTS + at, MOST_PAST + at, n, b, False, TOGETHER)
+        if not CAUSAL:
+            _running_largest(AHEADS + at, MOST_AHEAD + at, n, b, True, TOGETHER)
+
+
+@triton.jit
+def _tail(m):
+    """-ln(1 - e^-m): the sum over all keys from some distance on, over the first."""
+    return tl.where(m < 1e-4, -tl.log(m) + m, -tl.log(1.0 - tl.exp(-m)))
+
+
+@triton.jit
+def _stretch(x, X, K, norm):
+    """x K, and beyond X what the largest norm can add."""
+    return tl.where(x <= X, x * K, X * K + (x - X) * norm)
+
+
+@triton.jit
+def first_needed(
+    x, near, some, origin, after, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units
+):
+    """The first key unit that these queries need. near: a lower bound of each one's log-sum-exp.
+
+    origin: the position of the first, and after: how far the others stand behind it, so that float32 holds distances
+    exactly. outlier: whether some unit's K stands out.
+    """
+    # Keys before `first` hold too little: by query with one K for all units,
+    first = after - (_stretch(x, X, past, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m
+    first = tl.where((first > -16777216.0) & (first < 16777216.0), tl.floor(first).to(tl.int32), -FAR)
+    best = tl.min(tl.where(some, tl.maximum(origin + first, 0), FAR), 0) // UNIT
+    # and, where there is an outlier, with each unit's own: it counts where it is.
+    if outlier:
+        most = tl.max(tl.where(some, x, 0.0), 0)
+        least = tl.min(tl.where(some, near + m * after, float("inf")), 0)
+        step = m * UNIT * 0.5  # of the decay from unit to unit, half is for the sum over units
+        within = tl.log(1.0 - tl.exp(-m * UNIT)) + _tail(m)
+        within = tl.where(m * UNIT < 1e-3, tl.log(UNIT * 1.0) + 0.001, within)
+        spare = least - budget - _tail(step) - within - 0.01
+        allowed = origin * 0 + FAR
+        for chunk in range(0, reach_unit + 1, CHUNK):
+            index = chunk + tl.arange(0, CHUNK)
+            inside = index <= reach_unit
+            own_norm = tl.load(norms + index, mask=inside, other=0.0)
+            reach = _stretch(most, X, tl.load(pasts + index, mask=inside, other=0.0), own_norm)
+            end = (index * UNIT + UNIT - 1 - origin).to(tl.float32)
+            room = (spare - reach - m * end - 1e-6 * (reach + m * tl.abs(end))) / step
+            room = tl.where((room > 0.0) & (room < 16777216.0), room, tl.where(room > 0.0, 16777216.0, -1.0))
+            unit_end = tl.where(room >= 0.0, index + 1 + tl.floor(room * 0.9999).to(tl.int32), index)
+            allowed = tl.minimum(allowed, tl.min(tl.where(inside, unit_end, FAR), 0))
+        best = tl.maximum(best, allowed)
+    return tl.minimum(best, key_units)
+
+
+@triton.jit
+def last_needed(x, near, some, origin, after, X, norm, ahead, m, offset, budget, nk):
+    """One past the last key unit that these queries need."""
+    last = after + (_stretch(x, X, ahead, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m + offset
+    last = tl.where((last > -16777216.0) & (last < 16777216.0), tl.ceil(last).to(tl.int32) + 1, FAR)
+    most = tl.max(tl.where(some, tl.minimum(origin + last, FAR), 0), 0)
+    return (tl.maximum(tl.minimum(most, nk), 0) + UNIT - 1) // UNIT
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _count(sorted_values, n, key, b):
+    """How many of n values in rising order are at most `key`."""
+    low = tl.zeros_like(key)
+    high = tl.zeros_like(key) + n
+    size = b * 0 + n
+    while size > 0:
+        middle = (low + high) // 2
+        undecided = low < high
+        below = tl.load(sorted_values + middle, mask=undecided, other=0) <= key
+        low = tl.where(undecided & below, middle + 1, low)
+        high = tl.where(undecided & ~below, middle, high)
+        size = size // 2
+    return low
+
+
+@triton.jit(do_not_specialize=["stride_found", "stride_window"])
+def order_kernel(
+    FOUND_FIRST, FOUND_LAST, FIRST, LAST, UNTIL, SINCE, SEQ, UNIT0, stride_found, stride_window, H, Tq, Tk,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """FIRST and LAST from what the forward pass found, in PARTS of a unit, made to rise with the query: so that query
+    units [SINCE, UNTIL) are those that visit a key unit."""
+    sequence = tl.program_id(0)
+    h = tl.program_id(1)
+    b = sequence * 0 if PACKED else sequence
+    nq, nk = Tq, Tk
+    if RAGGED or PACKED:
+        nq, nk = tl.load(SEQ + 5 * sequence + 1), tl.load(SEQ + 5 * sequence + 3)
+    at = (b * H + h) * stride_window
+    found_at = (b * H + h) * stride_found
+    if PACKED:
+        at += tl.load(UNIT0 + sequence)
+        found_at += tl.load(UNIT0 + sequence) * PARTS
+    units = (nq + UNIT - 1) // UNIT
+    found_count = (nq + UNIT // PARTS - 1) // (UNIT // PARTS)
+    key_units = (nk + UNIT - 1) // UNIT
+    chunks = (units + TOGETHER - 1) // TOGETHER
+    carry = b * 0 + FAR
+    for back in range(chunks):
+        index = (chunks - 1 - back) * TOGETHER + tl.arange(0, TOGETHER)
+        value = tl.zeros_like(index) + key_units
+        for part in tl.static_range(PARTS):
+            place_found = index * PARTS + part
+            found = tl.load(FOUND_FIRST + found_at + place_found, mask=place_found < found_count, other=FAR)
+            value = tl.minimum(value, found)
+        value = tl.minimum(tl.associative_scan(value, 0, _smaller, reverse=True), carry)
+        carry = tl.min(value, 0)
+        tl.store(FIRST + at + index, value, mask=index < units)
+    if not CAUSAL:
+        carry = b * 0
+        for chunk in range(chunks):
+            index = chunk * TOGETHER + tl.arange(0, TOGETHER)
+            value = tl.zeros_like(index)
+            for part in tl.static_range(PARTS):
+                place_found = index * PARTS + part
+                found = tl.load(FOUND_LAST + found_at + place_found, mask=place_found < found_count, other=0)
+                value = tl.maximum(value, found)
+            value = tl.maximum(tl.associative_scan(value, 0, _larger), carry)
+            carry = tl.max(value, 0)
+            tl.store(LAST + at + index, value, mask=index < units)
+    tl.debug_barrier()
+    for chunk in range((key_units + TOGETHER - 1) // TOGETHER):
+        key = chunk * TOGETHER + tl.arange(0, TOGETHER)
+        tl.store(UNTIL + at + key, _count(FIRST + at, units, key, b), mask=key < key_units)
+        if not CAUSAL:
+            tl.store(SINCE + at + key, _count(LAST + at, units, key, b), mask=key < key_units)

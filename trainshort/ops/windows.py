@@ -1,0 +1,274 @@
+"""Certified windows: which keys can matter, proved from the norms of q and k.
+
+For a query i at position p with slope m, and any vector c taken from every key (softmax does not change):
+
+    skipped(f)  =  sum over keys j before block f of exp(score_ij)
+                <= exp(-m p) * sum over those j of exp(s‖q_i‖‖k_j - c‖ + m j)      (Cauchy-Schwarz)
+    total       >= sum over the keys near i of exp(score_ij)                       (the same shift by c)
+
+so block f may be the first one visited as soon as skipped(f) <= tolerance * total. The sum over j depends on
+the query through x = s‖q_i‖ alone and grows with x: it is tabulated once a head for a few values of x
+(`edges`), as a running log-sum over key blocks, and each query uses the next edge above its own x. Finding
+the window of a query block is then a binary search in that table. The future side of symmetric attention is
+the mirror image, with half of the tolerance for each side.
+
+Rounding is paid for: norms and near scores carry a slack of (D + 4) 2^-23 of their size, which no setting of torch
+for the precision of matrix products can exceed, because no matrix product of float32 is taken. A NaN or an infinity
+in a norm makes the bound infinite, so that such a key is always visited and such a query visits everything.
+The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainshort.ops import threads
+from trainshort.ops.bias import LinearBias
+from trainshort.ops.blocked import decode
+from trainshort.ops.near import near_score
+from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
+from trainshort.ops.problem import BLOCK, Problem
+from trainshort.ops.shares import Share, split
+
+QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
+FAR = 2**40  # beyond every key and every block, and exact in a double
+COST = 16  # of a number of q or k here, in multiplications
+SHORT = 1024  # keys of a row
+HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to add to
+
+
+def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
+    """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
+    if problem.q.device.type == "mps":  # has no float64, which the tables need
+        return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        if block == BLOCK and decode.fits(problem):
+            return decode.windows_of(problem)
+        return _certified_blocks(problem, block)
+
+
+def _certified_blocks(problem: Problem, block: int) -> Tensor:
+    low, high = visible_blocks(problem, block)  # [B, H, query blocks]
+    empty = high <= low
+    heads = promising_heads(problem, block)
+    if heads is not None:
+        first, last = _in_shares(problem.part(slice(None), heads), block)
+        low, high = low.clone(), high.clone()
+        low[:, heads] = torch.maximum(low[:, heads], first)
+        high[:, heads] = torch.minimum(high[:, heads], last)
+        # Monotone in the query block, so that each key block serves one contiguous range of query blocks.
+        low = low.masked_fill(empty, FAR).flip(-1).cummin(-1).values.flip(-1)
+        high = high.masked_fill(empty, 0).cummax(-1).values
+    low, high = low.masked_fill(empty, 0), high.masked_fill(empty, 0)
+    return torch.stack((low, high), dim=-1).to(torch.int32)
+
+
+def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
+    """The heads whose slopes allow for skipping, before any norm is looked at; None where it would not pay.
+
+    Whatever the norms are, a window is at least ln(1/tolerance)/m long. A head is worth the look if it could
+    skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go; a half in short rows
+    (`SHORT`), which a few kernel calls compute whole. Slopes that lie on a GPU are not read: every head is looked at.
+    """
+    if not isinstance(problem.bias, LinearBias) or problem.tolerance <= 0.0:
+        return None
+    heads = problem.q.shape[1]
+    query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
+    if query_blocks == 0 or key_blocks < 2:
+        return None
+    slopes = problem.bias.slopes.detach()
+    if problem.bias.future is not None:
+        slopes = torch.maximum(slopes, problem.bias.future.detach())
+    if slopes.device.type != "cpu":
+        return slice(0, heads)
+    steepest = torch.atleast_2d(slopes).amax(0).double()
+    shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
+    if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
+        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
+        kept = torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
+    else:
+        kept = (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
+    if float(kept.mean()) > (0.5 if _is_short(problem) else 0.875):
+        return None
+    promising = (kept <= 0.75).nonzero()[:, 0].tolist()
+    if not promising:
+        return None
+    group = heads // problem.k.shape[1]  # whole groups, so that their keys are a slice as well
+    first, end = promising[0], promising[-1] + 1
+    return slice(first // group * group, -(-end // group) * group)
+
+
+def _is_short(problem: Problem) -> bool:
+    """Plain causal rows of few keys."""
+    others = (problem.key_padding_mask, problem.cu_seqlens, problem.query_start, problem.key_norms)
+    same = problem.q.shape[2] == problem.k.shape[2] <= SHORT
+    return same and problem.causal and all(other is None for other in others)
+
+
+def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
+    """The key blocks that hold a key in sight of a query block: [low, high), each int64 [B, H, blocks]."""
+    first, end = problem.key_runs()
+    position = problem.positions()
+    limits = {}
+    for sight in set(problem.sights):
+        low = torch.maximum(first, position) if sight == "future" else first.expand_as(first + position)
+        high = torch.minimum(end, position + 1) if sight == "past" else end.expand_as(end + position)
+        blind = high <= low
+        low = low.masked_fill(blind, FAR)
+        high = high.masked_fill(blind, 0)
+        low = _by_block(low, block, fill=FAR).amin(-1)
+        high = _by_block(high, block, fill=0).amax(-1)
+        limits[sight] = (low // block, -(-high // block))
+    batch = problem.q.shape[0]
+    low, high = (
+        torch.stack([limits[sight][side].expand(batch, -1) for sight in problem.sights], dim=1) for side in (0, 1)
+    )
+    return low, high
+
+
+def _by_block(rows: Tensor, block: int, fill: float) -> Tensor:
+    """[..., T] -> [..., ceil(T / block), block], the last block filled up."""
+    missing = -rows.shape[-1] % block
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
+    return rows.unflatten(-1, (-1, block))
+
+
+def _in_shares(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
+    """_certified_sides, computed by several threads."""
+    batch, heads, queries, dim = problem.q.shape
+    each = float(COST * (queries + problem.k.shape[2]) * dim)
+    shares = split(problem, torch.full((batch, heads), each, dtype=torch.float64, device="cpu"))
+    if len(shares) == 1:
+        return _certified_sides(problem, block)
+    first, last = (torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64) for _ in range(2))
+
+    def compute(share: Share) -> None:
+        own_first, own_last = _certified_sides(share.of(problem), block)
+        share.queries(first).copy_(own_first)
+        share.queries(last).copy_(own_last)
+
+    threads.run(compute, shares)
+    return first, last
+
+
+def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
+    """The first block that the past side proves necessary, and one past the last of the future side."""
+    dim = problem.q.shape[3]
+    slack = 1.0 + (dim + 4) * 2.0**-23
+    past, future = (slope.double() for slope in problem.slopes(torch.float64))  # [B or 1, H]
+    looks_back = [sight != "future" for sight in problem.sights]
+    looks_ahead = [sight != "past" for sight in problem.sights]
+    sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)], device="cpu")
+    budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
+
+    with torch.no_grad():
+        reach = row_norms(problem.q).double() * (abs(problem.scale) * slack)  # x, [B, H, Tq]
+        center = center_of(problem)  # [B, Hkv, D], or None
+        by_block = block_norms_of(problem, block, slack) if problem.causal else None  # [B, Hkv, key blocks]
+        norms = key_norms_of(problem, center, slack) if by_block is None else by_block  # [B, Hkv, Tk]
+        near = near_score(problem, center, reach, norms.amax(-1))  # [B, H, Tq]
+        norms = norms.repeat_interleave(problem.q.shape[1] // norms.shape[1], dim=1)
+        edges = _edges(reach)  # [B, H, G]
+        position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
+        run_first, run_end = (limit[:, None] for limit in problem.key_runs())  # [B or 1, 1, Tq]
+        # Where no near key vouches for a query, it visits all that is in its sight. So does one whose x is not
+        # finite, because then `near` is not either.
+        unknown = ~torch.isfinite(near)
+        stuck = unknown & (run_end > run_first)
+        near = near.masked_fill(unknown, math.inf)
+        shape = (*problem.q.shape[:2], -(-problem.q.shape[2] // block))
+        first = torch.zeros(shape, dtype=torch.int64, device=problem.q.device)
+        last = torch.full_like(first, FAR)
+        if any(looks_back):
+            threshold = budget + past[..., None] * position + near
+            tail = _Tail(norms, past, block, by_block is not None)
+            first = _skippable(tail, block, reach, edges, threshold)
+            needed = (run_first // block).expand_as(stuck).masked_fill(~(stuck & (position >= run_first)), FAR)
+            first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
+            first = first.masked_fill(~torch.tensor(looks_back, device=first.device)[:, None], 0)
+        if any(looks_ahead):
+            assert isinstance(problem.bias, LinearBias)
+            keys = problem.k.shape[2]
+            blocks = -(-keys // block)
+            # Mirrored: key j stands at blocks * block - 1 - j, so that the tail grows from the far end.
+            mirrored = torch.nn.functional.pad(norms, (0, blocks * block - keys), value=-math.inf).flip(-1)
+            place = blocks * block - 1 - position - problem.bias.offset
+            threshold = budget + future[..., None] * place + near
+            tail = _Tail(mirrored, future, block, False)
+            skipped = _skippable(tail, block, reach, edges, threshold)
+            skipped = skipped.masked_fill(~torch.tensor(looks_ahead, device=last.device)[:, None], 0)
+            last = blocks - skipped
+            needed = (-(-run_end // block)).expand_as(stuck).masked_fill(~(stuck & (position < run_end)), 0)
+            last = torch.maximum(last, _by_block(needed, block, fill=0).amax(-1))
+    return first, last
+
+
+def _edges(reach: Tensor) -> Tensor:
+    """A few values of x for each head, the last at or above every finite one: float64 [B, H, G]."""
+    finite = torch.where(torch.isfinite(reach), reach, 0.0)
+    if reach.shape[2] <= BLOCK:
+        return finite.amax(-1, keepdim=True).double()
+    step = max(1, reach.shape[2] // 256)
+    sample = finite[:, :, ::step].sort(-1).values
+    picks = [round(quantile * (sample.shape[2] - 1)) for quantile in QUANTILES]
+    edges = torch.cat((sample[:, :, picks], finite.amax(-1, keepdim=True)), dim=-1)
+    return edges.double()
+
+
+class _Tail:
+    """Log-sums over blocks of keys of exp(x * norm + slope * (key - end of the block)), for any x."""
+
+    def __init__(self, norms: Tensor, slopes: Tensor, block: int, by_block: bool) -> None:
+        """norms: [B, H, Tk], -inf where there is no key; or [B, H, key blocks] that bound all keys of a block."""
+        self.fade: Tensor | None = None
+        if by_block:
+            self.longest = norms  # [B, H, key blocks]
+            # All keys as long as the longest: a geometric series.
+            series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
+            self.series = series[..., None]
+        else:
+            tail = _by_block(norms, block, fill=-math.inf)  # [B, H, key blocks, block]
+            self.longest = tail.amax(-1)
+            spread = (tail - self.longest[..., None]).nan_to_num(nan=0.0, posinf=0.0)
+            self.spread = spread.masked_fill(torch.isneginf(tail), -math.inf)
+            inside = torch.arange(1 - block, 1, device=norms.device)  # position relative to the end of the block
+            self.fade = (slopes[..., None] * inside).to(norms.dtype)[:, :, None]  # [B or 1, H, 1, block]
+        # The largest term is at most `fade` away from zero.
+        self.rounding = 1e-5 + 2.0**-22 * block * slopes[..., None]
+        self.ends = (torch.arange(self.longest.shape[2], device=norms.device) + 1) * block - 1
+        self.places = slopes[..., None] * self.ends
+
+    def table(self, x: Tensor) -> Tensor:
+        """ln of the sum over all keys up to each block's end, of exp(x * norm + slope * key): [B, H, key blocks]."""
+        if self.fade is None:
+            sums = self.series
+        else:
+            sums = torch.logsumexp(self.spread * x[..., None].to(self.spread.dtype) + self.fade, dim=-1).double()
+        sums = sums + x * self.longest.double() + self.rounding
+        sums = sums.nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
+        return torch.logcumsumexp(sums + self.places, dim=-1)
+
+
+def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold: Tensor) -> Tensor:
+    """How many leading key blocks each query block may skip: int64 [B, H, query blocks].
+
+    reach, threshold [B, H, Tq]; edges [B, H, G]. A query with a threshold of infinity has no say.
+    """
+    skip = None
+    below = None
+    for edge in edges.unbind(-1):
+        x = edge[..., None]  # [B, H, 1]
+        least = threshold
+        if edges.shape[-1] > 1:
+            mine = reach <= x if below is None else (reach > below) & (reach <= x)
+            least = threshold.masked_fill(~mine, math.inf)
+        least = _by_block(least, block, fill=math.inf).amin(-1)  # [B, H, query blocks]
+        count = torch.searchsorted(tail.table(x), least, right=True)
+        skip = count if skip is None else torch.minimum(skip, count)
+        below = x
+    assert skip is not None
+    return skip
