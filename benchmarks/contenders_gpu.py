@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 import trainshort as ts
-from trainshort.ops.problem import Problem, default_tolerance
+from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.triton import launch
 
 HEADS, TOKENS = 16, 16384
@@ -165,7 +165,7 @@ def kept(q: Tensor, k: Tensor, slopes: Tensor) -> dict[str, float]:
     windows = ts.certified_windows(q, k, block=64).long()
     units = windows.shape[2]
     total = windows[..., 0].numel() * (units + 1) / 2
-    scale, tolerance = q.shape[-1] ** -0.5, default_tolerance(q.dtype)
+    scale, tolerance = q.shape[-1] ** -0.5, DEFAULT_TOLERANCE[q.dtype]
     problem = Problem(q=q, k=k, v=k, bias=ts.LinearBias(slopes), causal=True, scale=scale, tolerance=tolerance)
     first = launch.forward(launch.prepare(problem), q, k, k)[2][..., :units]
     backward = torch.arange(1, units + 1, device=q.device) - first

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import trainshort as ts
 from trainshort.ops.bias import LinearBias
-from trainshort.ops.problem import Problem, default_tolerance
+from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.triton import launch, plan
 from trainshort.ops.triton.tuning import Tiles, tiles_for
 
@@ -47,7 +47,7 @@ def problem_of(length: int, dim: int, dtype: str) -> tuple[Problem, torch.Tensor
         torch.randn(shape, device="cuda", generator=generator).to(getattr(torch, dtype)) for _ in range(4)
     )
     bias = LinearBias(ts.alibi_slopes(HEADS, "cuda"))
-    tolerance = default_tolerance(q.dtype)
+    tolerance = DEFAULT_TOLERANCE[q.dtype]
     return Problem(q=q, k=k, v=v, bias=bias, causal=True, scale=dim**-0.5, tolerance=tolerance), grad
 
 

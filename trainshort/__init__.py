@@ -15,6 +15,7 @@ _HOMES = {
     "attention": "trainshort.ops",
     "backend_for": "trainshort.ops",
     "certified_windows": "trainshort.ops",
+    "explain": "trainshort.ops",
     "ModelConfig": "trainshort.models",
     "LanguageModel": "trainshort.models",
     "Encoder": "trainshort.models",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from trainshort.ops import attention as attention
     from trainshort.ops import backend_for as backend_for
     from trainshort.ops import certified_windows as certified_windows
+    from trainshort.ops import explain as explain
 
 
 def __getattr__(name: str) -> Any:

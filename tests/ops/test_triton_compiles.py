@@ -15,7 +15,7 @@ import torch
 import trainshort as ts
 from trainshort.ops import INTERPRETED
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, learned
-from trainshort.ops.problem import Problem, default_tolerance
+from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 
 pytestmark = [
     pytest.mark.slow,
@@ -128,7 +128,7 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     about = {key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start") if key in case}
     problem = Problem(
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
-        tolerance=default_tolerance(q.dtype), **about,
+        tolerance=DEFAULT_TOLERANCE[q.dtype], **about,
     )  # fmt: skip
     call = launch.prepare(problem)
     results = launch.forward(call, q, k, k)
@@ -141,6 +141,6 @@ def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
     from trainshort.ops.triton import decoding
 
     q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 5000, 128, dtype=dtype)
-    about = {"causal": True, "scale": 0.1, "tolerance": default_tolerance(dtype), "key_norms": torch.ones(2, 2)}
+    about = {"causal": True, "scale": 0.1, "tolerance": DEFAULT_TOLERANCE[dtype], "key_norms": torch.ones(2, 2)}
     decoding.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
     assert len(compiled) == 2

@@ -16,7 +16,6 @@ from torch import Tensor
 from trainshort.evaluation.config import BLOCK
 from trainshort.models.language_model import LanguageModel
 from trainshort.ops import certified_windows
-from trainshort.ops.bias import LinearBias
 
 
 @torch.inference_mode()
@@ -27,7 +26,7 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
     last query of a block back to the first key it visits, on average and at most.
     """
     bias = model.position.bias()
-    if not isinstance(bias, LinearBias):
+    if bias is None or not bias.certifiable:
         return None
     layers, heads = model.config.num_layers, model.config.num_heads
     visited, reach, farthest = (torch.zeros(layers, heads, dtype=torch.float64) for _ in range(3))

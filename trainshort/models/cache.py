@@ -88,7 +88,7 @@ class KeyValueCache:
         self.padding = (~key_padding_mask).sum(-1)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Write a layer's new keys and values; returns all of them, and what attention must know of them."""
+        """Write a layer's new keys and values; returns all of them, and arguments of attention that go with them."""
         start, end = self.length, self.length + k.shape[2]
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
         keys[:, :, start:end] = k
@@ -100,10 +100,10 @@ class KeyValueCache:
         else:
             block = torch.arange(start, end, device=k.device) // BLOCK
             norms.scatter_reduce_(2, block.expand_as(lengths), lengths, "amax")
-        about: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
+        attention_kwargs: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
         if self.padding is not None:
-            about["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]
-        return keys[:, :, :end], values[:, :, :end], about
+            attention_kwargs["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]
+        return keys[:, :, :end], values[:, :, :end], attention_kwargs
 
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has appended."""

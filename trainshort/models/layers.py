@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.ops import attention
-from trainshort.ops.bias import Bias, LinearBias
-from trainshort.ops.triton.known import is_eager
+from trainshort.ops.bias import Bias
+from trainshort.ops.tracing import is_eager
 from trainshort.positions import Position
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,7 +31,7 @@ class Context:
 
     position: Position
     positions: Tensor  # int64 [B or 1, T]
-    bias: Bias
+    bias: Bias | None
     cache: KeyValueCache | None = None
     key_padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -59,10 +59,10 @@ class SelfAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
         q, k, v = qkv.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
         q, k = context.position.rotate(q, k, context.positions)
-        about: dict[str, Any] = {"key_padding_mask": context.key_padding_mask, "cu_seqlens": context.cu_seqlens}
+        kwargs: dict[str, Any] = {"key_padding_mask": context.key_padding_mask, "cu_seqlens": context.cu_seqlens}
         if context.cache is not None:
-            k, v, about = context.cache.append(self.layer, k, v)
-        out = attention(q, k, v, bias=context.bias, causal=config.causal, scale=config.score_scale, **about)
+            k, v, kwargs = context.cache.append(self.layer, k, v)
+        out = attention(q, k, v, bias=context.bias, causal=config.causal, scale=config.score_scale, **kwargs)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -84,7 +84,7 @@ class CrossAttention(nn.Module):
         self,
         x: Tensor,
         memory: Tensor,
-        bias: Bias = None,
+        bias: Bias | None = None,
         *,
         key_padding_mask: Tensor | None = None,
         query_start: int | Tensor = 0,
@@ -93,13 +93,11 @@ class CrossAttention(nn.Module):
         config = self.config
         q = self.query(x).unflatten(-1, (-1, config.width)).transpose(1, 2)
         k, v = self.key_value(memory).unflatten(-1, (-1, config.width)).transpose(1, 2).chunk(2, dim=1)
-        if isinstance(bias, LinearBias) and bias.sees is not None:
-            bias = LinearBias(bias.slopes, future=bias.future, offset=bias.offset)
         out = attention(
             q,
             k,
             v,
-            bias=bias,
+            bias=None if bias is None else bias.both_ways(),
             causal=False,
             scale=config.score_scale,
             key_padding_mask=key_padding_mask,

@@ -1,54 +1,48 @@
 """Attention: tensors in, tensors out. Knows nothing of models.
 
-`alibi_attention` and `attention` check their arguments, choose a backend and call it. Backends:
+The functions here check their arguments and describe the call as a `Problem`; dispatch.py chooses what computes it.
 
-    reference   the specification: dense, reads like the formula
-    blocked     pure torch, linear memory, certified windows, any device
-    triton      fused kernels for GPUs, certified windows
+    bias.py        what is added to the scores: each bias knows its numbers, its gradient and its checks
+    problem.py     the fields of one call, and what their shapes and dtypes must be
+    values.py      what the contents of its small tensors must be
+    dispatch.py    which backend and path takes a problem, or why not
+    operators.py   the backends as registered operators, for autograd and compilers
+    reference.py   the specification: dense, reads like the formula
+    sdpa.py        torch's own kernels, where there is no bias
+    windows.py     certified windows, from the bounds of norms.py and near.py
+    blocked/       pure torch, linear memory, any device
+    triton/        fused kernels for GPUs
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import os
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainshort.ops import operators as op
-from trainshort.ops import reference
-from trainshort.ops import sdpa as plain
-from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes, learned
-from trainshort.ops.blocked import decode
-from trainshort.ops.problem import (
-    BLOCK,
-    Problem,
-    check_shapes,
-    check_tensors,
-    default_tolerance,
-)
-from trainshort.ops.triton import known
-from trainshort.ops.triton import op as triton_ops
-from trainshort.ops.triton.shapes import LARGEST_DIM
+from trainshort.ops import dispatch
+from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
+from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
+from trainshort.ops.problem import BLOCK, check_tensors, make_problem
+from trainshort.ops.tracing import is_eager
+from trainshort.ops.triton import run as triton
 from trainshort.ops.values import check_values
-from trainshort.ops.windows import certified_blocks
 
 __all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
     "BucketBias",
+    "Explanation",
     "LinearBias",
     "alibi_attention",
     "alibi_slopes",
     "attention",
     "backend_for",
     "certified_windows",
+    "explain",
 ]
-
-BACKENDS = ("auto", "reference", "blocked", "triton")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, for tests
 
 
 def alibi_attention(
@@ -66,24 +60,35 @@ def alibi_attention(
     key_norms: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v, [B, H, Tq, D].
+    """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
 
-    q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], Hkv a divisor of H (grouped queries). Any strides; float16,
-        bfloat16, float32 or float64. Queries are right-aligned to keys unless `query_start` says otherwise.
-    slopes: [H] or [B, H], positive; None: the paper's. A gradient flows to it if it asks.
-    causal: a query sees its past and itself; False: both sides, symmetrically.
-    scale: of the scores; None: 1/sqrt(D).
-    tolerance: the largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
-        0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/attention.md.
-    key_padding_mask: bool [B, Tk], True where a key is real, one contiguous run a row. Padding never leaks, and
-        a query with no key to look at gives zeros.
-    cu_seqlens: int [documents + 1]: borders of documents packed into one row (B = 1); attention and distances
-        stay inside each.
-    query_start: position of query 0 among the keys, an int or int [B]; with a preallocated cache, the number
-        of tokens cached before this call. Keys after the last query are never looked at.
-    key_norms: upper bounds of the keys' norms, kept beside a cache so that a decoding step finds its window
-        without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
-    backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
+    Args:
+        q: Queries [B, H, Tq, D]. Any strides; float16, bfloat16, float32 or float64. They are right-aligned to the
+            keys unless `query_start` says otherwise.
+        k: Keys [B, Hkv, Tk, D]; Hkv divides H (grouped queries).
+        v: Values, like k.
+        slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad.
+        causal: A query sees its past and itself; False: both sides, symmetrically.
+        scale: Of the scores; None: 1/sqrt(D).
+        tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
+            0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/attention.md.
+        key_padding_mask: bool [B, Tk], True where a key is real, one contiguous run a row. Padding never leaks, and
+            a query with no key to look at gives zeros.
+        cu_seqlens: int [documents + 1]: borders of documents packed into one row (B = 1); attention and distances
+            stay inside each.
+        query_start: Position of query 0 among the keys, an int or int [B]; with a preallocated cache, the number of
+            tokens cached before this call. Keys after the last query are never looked at.
+        key_norms: Upper bounds of the keys' norms, kept beside a cache so that a decoding step finds its window
+            without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
+        backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
+
+    Returns:
+        The output, [B, H, Tq, D].
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
+        >>> ts.alibi_attention(q, k, v).shape
+        torch.Size([1, 8, 4096, 64])
     """
     if slopes is None:
         if not isinstance(q, Tensor) or q.dim() != 4:
@@ -112,7 +117,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    bias: Bias = None,
+    bias: Bias | None = None,
     causal: bool = True,
     scale: float | None = None,
     tolerance: float | None = None,
@@ -122,48 +127,72 @@ def attention(
     key_norms: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention with a bias that depends on distance: a LinearBias (ALiBi), a BucketBias (T5) or none.
+    """Attention with a bias that depends on distance.
 
-    Everything else as in `alibi_attention`. Keys can be skipped under a LinearBias only: `tolerance` and
-    `key_norms` say nothing otherwise.
+    Args:
+        bias: A LinearBias (ALiBi), a BucketBias (T5) or None. Keys can be skipped under a LinearBias only:
+            `tolerance` and `key_norms` say nothing otherwise.
+
+    All other arguments, and what is returned, as in `alibi_attention`.
+
+    Example:
+        >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    _check_backend(backend)
     key = None
-    if isinstance(bias, LinearBias) and _may_be_known(q, backend, key_padding_mask, cu_seqlens, key_norms):
-        key = known.signature(q, k, v, bias, causal, scale, tolerance, query_start)
-        call = None if key is None else known.recall(key)
+    plain = key_padding_mask is None and cu_seqlens is None and key_norms is None
+    if plain and isinstance(bias, LinearBias) and _runs_on_triton(q, backend):
+        key = triton.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
+        call = None if key is None else triton.cached_call(key)
         if call is not None:
-            return triton_ops.attend_again(call, q, k, v, bias.slopes)
-    problem = _problem(q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
-    chosen = backend_for(problem.q) if backend == "auto" else backend
-    if backend == "triton":
-        _require_triton(problem.q)
-    if chosen == "reference":
-        check_values(problem)
-        return reference.attend(problem)
-    if backend == "auto" and plain.fits(problem):
-        return plain.attend(problem)
-    parts = _parts(problem)
-    op.refuse_transforms(parts)
-    eager, recording = known.is_eager(*parts), known.is_recording(*parts)
-    if chosen == "triton":
-        if not recording and _is_decoding(problem):
-            return triton_ops.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
-        if not eager:
-            return triton_ops.triton_op(*op.pack(problem))[0]
-        attended = triton_ops.attend(problem)
-        if key is not None and not _is_decoding(problem):
-            known.remember(key, problem)
-        return attended
-    if not recording and eager and decode.fits(problem):
-        # Without the operator's bookkeeping, where a step takes microseconds.
-        if problem.key_padding_mask is not None:
-            check_values(problem)
-        out = decode.attend(problem)
-        if out is not None:
-            return out
-    return op.blocked_op(*op.pack(problem))[0]
+            return triton.attend_cached(call, q, k, v, bias.slopes)
+    problem = make_problem(
+        q,
+        k,
+        v,
+        bias,
+        causal=causal,
+        scale=scale,
+        tolerance=tolerance,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        query_start=query_start,
+        key_norms=key_norms,
+    )
+    out = dispatch.attend(problem, backend)
+    if key is not None and not problem.is_decoding:
+        triton.remember(key, problem)
+    return out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Bias | None = None,
+    backend: str = "auto",
+    **attention_kwargs: Any,
+) -> Explanation:
+    """How `attention` would compute a call: which backend and path, why not the others, what share of keys it visits.
+
+    Nothing is computed but the windows, whose sizes are read back: on a GPU, that waits for it.
+
+    Args:
+        q, k, v, bias, backend: As in `attention`.
+        **attention_kwargs: The other arguments of `attention`.
+
+    Returns:
+        An Explanation: `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints as a
+        short text.
+
+    Example:
+        >>> print(ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8))))
+    """
+    _check_backend(backend)
+    problem = make_problem(q, k, v, bias, **attention_kwargs)
+    check_values(problem)
+    return dispatch.explain(problem, backend)
 
 
 def certified_windows(
@@ -171,7 +200,7 @@ def certified_windows(
     k: Tensor,
     slopes: Tensor | None = None,
     *,
-    bias: LinearBias | None = None,
+    bias: Bias | None = None,
     causal: bool = True,
     scale: float | None = None,
     tolerance: float | None = None,
@@ -181,15 +210,29 @@ def certified_windows(
     query_start: int | Tensor | None = None,
     key_norms: Tensor | None = None,
 ) -> Tensor:
-    """Which keys can matter: first and one-past-last key block visited, int32 [B, H, ceil(Tq/block), 2].
+    """Which keys can matter.
 
     For every query, the softmax mass of all keys in sight outside its block's window is at most `tolerance`,
-    proved from norms: keys outside are never compared. A query block that sees no key at all has an empty window
-    (0, 0). With the default block of 128 these are exactly the keys that the backend visits, except that the
-    `triton` backend cuts its windows at every 64 keys and queries; it finds them in its forward pass, which this
-    runs, and visits still fewer keys in its backward pass. Where the slopes alone show that less than an eighth of
-    the blocks could be skipped (a half in plain causal rows of at most 1,024), the `blocked` backend visits
-    everything. Arguments as in `alibi_attention`; `bias` instead of `slopes` for the variants of encoders.
+    proved from norms: keys outside are never compared. With the default block of 128 these are exactly the keys that
+    the backend visits, except that the `triton` backend cuts its windows at every 64 keys and queries; it finds them
+    in its forward pass, which this runs, and visits still fewer keys in its backward pass. Where the slopes alone
+    show that less than an eighth of the blocks could be skipped (a half in plain causal rows of at most 1,024), the
+    `blocked` backend visits everything.
+
+    Args:
+        slopes: [H] or [B, H]; None: the paper's. Or instead of it
+        bias: A LinearBias, for the variants of encoders.
+        block: Queries and keys of a block.
+
+    All other arguments as in `alibi_attention`.
+
+    Returns:
+        First and one-past-last key block visited, int32 [B, H, ceil(Tq/block), 2]; (0, 0) for a query block that sees
+        no key at all.
+
+    Example:
+        >>> windows = ts.certified_windows(q, k)
+        >>> (windows[..., 1] - windows[..., 0]).sum()  # key blocks visited
     """
     check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
@@ -198,28 +241,32 @@ def certified_windows(
         bias = LinearBias(_default_slopes(q) if slopes is None else slopes)
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
-    elif not isinstance(bias, LinearBias):
+    elif not (isinstance(bias, Bias) and bias.certifiable):
         raise TypeError(f"bias must be a LinearBias, got {type(bias).__name__}")
-    problem = _problem(q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
+    problem = make_problem(
+        q,
+        k,
+        k,
+        bias,
+        causal=causal,
+        scale=scale,
+        tolerance=tolerance,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        query_start=query_start,
+        key_norms=key_norms,
+    )
     check_values(problem)
-    with torch.no_grad():
-        if backend_for(problem.q) == "triton" and known.is_eager(*_parts(problem)):
-            found = triton_ops.certified_blocks(problem, block)
-            if found is not None:
-                return found
-        return certified_blocks(problem, block)
+    return dispatch.certified_blocks(problem, block)
 
 
-def backend_for(q: Tensor) -> str:
-    """The name of the backend that "auto" chooses for such a tensor."""
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q must be a tensor, got {type(q).__name__}")
-    on_gpu = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return "triton" if HAS_TRITON and on_gpu and q.shape[-1] <= LARGEST_DIM else "blocked"
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
 def _default_slopes(q: Tensor) -> Tensor:
-    return _kept_slopes(q.shape[1], q.device) if known.is_eager(q) else alibi_slopes(q.shape[1], q.device)
+    return _kept_slopes(q.shape[1], q.device) if is_eager(q) else alibi_slopes(q.shape[1], q.device)
 
 
 @cache
@@ -229,91 +276,8 @@ def _kept_slopes(heads: int, device: torch.device) -> Tensor:
         return alibi_slopes(heads, device)
 
 
-def _parts(problem: Problem) -> list[Tensor]:
-    """The tensors that a gradient could be asked for."""
-    return [problem.q, problem.k, problem.v, *(t for t in learned(problem.bias) if t is not None)]
-
-
-def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
-    """Whether this could be a call to the Triton kernels without any of these other arguments."""
+def _runs_on_triton(q: Any, backend: str) -> bool:
+    """Whether this could be a call to the Triton kernels."""
     if backend not in ("auto", "triton") or not isinstance(q, Tensor):
         return False
-    return (q.is_cuda or (INTERPRETED and backend == "triton")) and all(other is None for other in others)
-
-
-def _is_decoding(problem: Problem) -> bool:
-    """A few causal queries a row."""
-    queries = problem.q.shape[2]
-    few = plain.holds(queries <= 16) and plain.holds(queries * (problem.q.shape[1] // problem.k.shape[1]) <= 64)
-    return problem.causal and problem.cu_seqlens is None and few
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast queries, keys and values take its dtype; everything else stays as it is."""
-    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)) or q.dtype == torch.float64:
-        return q, k, v
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _norms_after_rounding(norms: Tensor, k: Tensor) -> Tensor:
-    """Upper bounds for keys that were just rounded to k's dtype, from those of the keys as they were.
-
-    A normal number grows by half a unit in the last place at most, a smaller one by less than the smallest there is;
-    one beyond the largest becomes infinite.
-    """
-    limits = torch.finfo(k.dtype)
-    longer = norms * (1.0 + 0.51 * limits.eps) + k.shape[3] ** 0.5 * limits.smallest_normal * limits.eps
-    return torch.where(longer > limits.max, math.inf, longer)
-
-
-def _require_triton(q: Tensor) -> None:
-    """Say why the Triton backend cannot run, if it cannot."""
-    other = "use backend='auto' or 'blocked', which run on any device"
-    if not HAS_TRITON:
-        raise RuntimeError(f"backend 'triton' needs Triton, which is not installed: {other}")
-    if not q.is_cuda and not INTERPRETED:
-        raise RuntimeError(f"backend 'triton' needs CUDA tensors, got q on {q.device}: {other}")
-    if q.dtype == torch.float64:
-        raise RuntimeError(f"backend 'triton' computes in at most float32, got {q.dtype}: {other}")
-    if q.shape[3] > LARGEST_DIM:
-        raise RuntimeError(f"backend 'triton' needs head_dim of at most {LARGEST_DIM}, got {q.shape[3]}: {other}")
-
-
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Bias,
-    causal: bool,
-    scale: float | None,
-    tolerance: float | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    query_start: int | Tensor | None,
-    key_norms: Tensor | None,
-) -> Problem:
-    """Check what can be checked without looking at values, and fill in what was left out."""
-    given = k
-    q, k, v = _autocast(q, k, v)
-    check_tensors(q, k, v)
-    if k is not given and isinstance(key_norms, Tensor):
-        key_norms = _norms_after_rounding(key_norms, k)
-    problem = Problem(
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
-        causal=bool(causal),
-        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
-        tolerance=default_tolerance(q.dtype) if tolerance is None else tolerance,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        query_start=query_start,
-        key_norms=key_norms,
-    )
-    check_shapes(problem)
-    return problem
+    return q.is_cuda or (INTERPRETED and backend == "triton")

@@ -1,21 +1,24 @@
 """What attention adds to its scores: descriptions of a bias, never a length x length tensor.
 
-Every bias here depends on the distance between a query and a key alone, so each class answers one
-question: what is the bias at these distances? `distance` is always key position - query position:
-zero on the diagonal, negative for the past, positive for the future.
+Every bias here depends on the distance between a query and a key alone. `distance` is always key position - query
+position: zero on the diagonal, negative for the past, positive for the future. `Bias` lists what attention asks of a
+bias; `BIASES` at the end lists the classes there are. The fields of these classes become arguments of the registered
+operators (operators.py), so their annotations are limited to those of `FIELD_TYPES`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 Sight = Literal["past", "future", "both"]
+SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -37,26 +40,133 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     return torch.exp2(steps * (-8.0 / closest)).to(torch.float32)
 
 
-def fold_gradient(gradient: Tensor, slopes: Tensor) -> Tensor:
-    """A gradient [B, H] in the shape and dtype of the slopes it belongs to."""
-    return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
+LARGEST_SLOPE = 2.0**64  # times any distance, float32 still holds it
+LOG2E = math.log2(math.e)
+
+# What a field of a bias may be, as an argument of the registered operators.
+FIELD_TYPES = {
+    "Tensor": "Tensor?",
+    "Tensor | None": "Tensor?",
+    "float": "float?",
+    "int": "SymInt?",
+    "bool": "bool?",
+    "Sequence[Sight] | None": "int[]?",
+}
+
+
+class KernelBias(NamedTuple):
+    """A bias as the Triton kernels read it. Tensors are None where a bias of this kind has none."""
+
+    kind: int  # the kernels' BIAS: which of the following they read
+    slopes: Tensor | None = None  # float32 [H] or [B, H], like the next
+    futures: Tensor | None = None
+    line: Tensor | None = None  # float32 [H, 2 max_distance + 1]: the bias by distance, in units of log2
+    buckets: Tensor | None = None  # int32 [2 max_distance + 1]: the bucket of each distance
+    by_row: bool = False  # slopes [B, H]
+    offset: float = 0.0
+    max_distance: int = 0
+    bucket_count: int = 1
+
+
+NO_BIAS, LINEAR, BUCKET = 0, 1, 2  # KernelBias.kind
+
+
+class Bias(ABC):
+    """What attention asks of a bias."""
+
+    learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
+    certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
+
+    @property
+    def separable_beyond(self) -> int:
+        """How far from the query the bias becomes the sum of a term of the query and a term of the key."""
+        return 0
+
+    @property
+    def differs_by_row(self) -> bool:
+        """Whether rows of the batch have a bias of their own."""
+        return False
+
+    def sights(self, heads: int) -> tuple[Sight, ...]:
+        """Which way each head looks in attention that is not causal."""
+        return _look_both_ways(heads)
+
+    @abstractmethod
+    def check_shapes(self, q: Tensor, causal: bool) -> None:
+        """Refuse a bias that does not go with these queries. Never looks inside a tensor."""
+
+    def both_ways(self) -> Self:
+        """The same bias with all heads looking to both sides, for attention from one sequence to another."""
+        return self
+
+    def positive(self) -> dict[str, Tensor]:
+        """The tensors whose numbers must be positive and at most LARGEST_SLOPE."""
+        return {}
+
+    @abstractmethod
+    def part(self, rows: slice, heads: slice) -> Self:
+        """The bias of some heads in some rows of the batch."""
+
+    @abstractmethod
+    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias at distances int64 [B or 1, 1, ...], for every head: [B or 1, H, ...]."""
+
+    def query_shift(self, away: Tensor, ahead: bool) -> Tensor | None:
+        """What the bias of all keys on one side, beyond `separable_beyond`, loses for queries that stand `away` [R]
+        steps further from them: [B or 1, H, R]; None for nothing. ahead: the keys lie in the future."""
+        return None
+
+    @abstractmethod
+    def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros [B, H, ...] in which `add_gradients` sums up."""
+
+    @abstractmethod
+    def add_gradients(
+        self, sums: dict[str, Tensor], rows: slice, heads: slice, by_distance: Tensor, distance: Tensor
+    ) -> None:
+        """Add the gradients of scores, summed by distance [rows, heads, W] at distances [W]."""
+
+    @abstractmethod
+    def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of the learned fields, in their shapes and dtypes. The Triton kernels bring sums of their
+        own: "past" and "future" [B, H], "table" [B, H, at least the buckets]."""
+
+    @abstractmethod
+    def for_kernels(self, batch: int) -> KernelBias:
+        """The bias as the Triton kernels read it."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same bias on another device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False)
-class LinearBias:
+class LinearBias(Bias):
     """ALiBi: a penalty that grows linearly with distance, with a slope for each head.
 
     The bias of a key `d` steps in the past is `-slopes * d`; one `d` steps in the future costs
     `future * (d - offset)`, with `future = slopes` unless given. `sees` says for each head which way it
     looks ("past", "future" or "both"; the query's own position is always in sight).
 
-    slopes: [H] or [B, H], positive. A gradient flows to `slopes` and `future` if they ask for one.
+    Args:
+        slopes: [H] or [B, H], positive. Differentiable if it requires grad, like `future`.
+        future: The slopes of the future, like `slopes`; None: the same.
+        offset: Between 0 and 1: the distance by which the future is nearer.
+        sees: For each head "past", "future" or "both"; None: as `causal` says.
+
+    Example:
+        >>> ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), causal=False)
     """
 
     slopes: Tensor
     future: Tensor | None = None
     offset: float = 0.0
     sees: Sequence[Sight] | None = None
+
+    learned = ("slopes", "future")
+    certifiable = True
 
     def __post_init__(self) -> None:
         for name in ("slopes", "future"):
@@ -97,9 +207,36 @@ class LinearBias:
         """True where nothing is said of the future, so that the description also fits causal attention."""
         return self.future is None and self.offset == 0.0 and self.sees is None
 
-    def part(self, rows: slice, heads: slice) -> LinearBias:
-        """The bias of some heads in some rows of the batch."""
+    @property
+    def differs_by_row(self) -> bool:
+        return self.slopes.dim() == 2 or (self.future is not None and self.future.dim() == 2)
 
+    def sights(self, heads: int) -> tuple[Sight, ...]:
+        return _look_both_ways(heads) if self.sees is None else tuple(self.sees)
+
+    def check_shapes(self, q: Tensor, causal: bool) -> None:
+        batch, heads = q.shape[:2]
+        for name, slopes in (("slopes", self.slopes), ("future", self.future)):
+            if slopes is None:
+                continue
+            if slopes.device != q.device:
+                raise ValueError(f"{name} must be on q's device {q.device}, got {slopes.device}: move one of them")
+            if slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
+                raise ValueError(
+                    f"{name} must be [{heads}] or [{batch}, {heads}] for this q, got {list(slopes.shape)}"
+                )
+        if causal and not self.is_causal_only:
+            raise ValueError(
+                "a LinearBias with future, offset or sees describes attention to both sides: pass causal=False"
+            )
+
+    def both_ways(self) -> LinearBias:
+        return replace(self, sees=None)
+
+    def positive(self) -> dict[str, Tensor]:
+        return {"slopes": self.slopes} | ({} if self.future is None else {"future": self.future})
+
+    def part(self, rows: slice, heads: slice) -> LinearBias:
         def part_of(slopes: Tensor) -> Tensor:
             return slopes[heads] if slopes.dim() == 1 else slopes[rows, heads]
 
@@ -110,27 +247,66 @@ class LinearBias:
             sees=None if self.sees is None else self.sees[heads],
         )
 
-    # How far from the query the bias stops being the sum of a term of the query and a term of the key.
-    separable_beyond = 0
+    def both_slopes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The slopes of past and future, each [B or 1, H]."""
+        past = torch.atleast_2d(self.slopes).to(dtype)
+        return past, past if self.future is None else torch.atleast_2d(self.future).to(dtype)
 
-    def at(self, distance: Tensor, past: Tensor, future: Tensor) -> Tensor:
-        """The bias at `distance` (broadcast against the slopes given, in their dtype)."""
-        ahead = future * (self.offset - distance)
-        return torch.where(distance > 0, ahead, past * distance)
+    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        past, future = (slopes[(..., *[None] * (distance.dim() - 2))] for slopes in self.both_slopes(dtype))
+        steps = distance.to(dtype)
+        return torch.where(steps > 0, future * (self.offset - steps), past * steps)
+
+    def query_shift(self, away: Tensor, ahead: bool) -> Tensor:
+        slopes = self.both_slopes(away.dtype)[1 if ahead else 0].detach()
+        return -slopes[..., None] * away
+
+    def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        zeros = torch.zeros((batch, heads), dtype=dtype, device=self.slopes.device)
+        return {"past": zeros, "future": zeros.clone()}
+
+    def add_gradients(
+        self, sums: dict[str, Tensor], rows: slice, heads: slice, by_distance: Tensor, distance: Tensor
+    ) -> None:
+        ahead = torch.where(distance > 0, self.offset - distance.to(by_distance.dtype), 0.0)
+        sums["past"][rows, heads] += (by_distance * distance.clamp_max(0)).sum(-1)
+        sums["future"][rows, heads] += (by_distance * ahead).sum(-1)
+
+    def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.future is None:  # one slope for both sides
+            return {"slopes": _fold(sums["past"] + sums["future"], self.slopes)}
+        return {"slopes": _fold(sums["past"], self.slopes), "future": _fold(sums["future"], self.future)}
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        slopes = _for_kernels(self.slopes)
+        futures = slopes if self.future is None else _for_kernels(self.future)
+        if futures.dim() != slopes.dim():
+            shape = (batch, slopes.shape[-1])
+            slopes, futures = slopes.expand(shape).contiguous(), futures.expand(shape).contiguous()
+        return KernelBias(LINEAR, slopes, futures, by_row=slopes.dim() == 2, offset=float(self.offset))
 
 
 @dataclass(frozen=True, eq=False)
-class BucketBias:
+class BucketBias(Bias):
     """T5's bias: one learned number for each head and each bucket of distances.
 
-    table: [num_buckets, H]. Short distances have a bucket each, longer ones share buckets that grow
-    logarithmically up to `max_distance`; everything beyond falls into the last. With `bidirectional`
-    (encoders) half of the buckets serve the future; otherwise the future counts as distance zero.
+    Short distances have a bucket each, longer ones share buckets that grow logarithmically up to `max_distance`;
+    everything beyond falls into the last.
+
+    Args:
+        table: [num_buckets, H]. Differentiable if it requires grad.
+        max_distance: From here on all distances share the last bucket.
+        bidirectional: Half of the buckets serve the future (encoders); otherwise the future counts as distance zero.
+
+    Example:
+        >>> ts.attention(q, k, v, bias=ts.BucketBias(torch.zeros(32, 8)))
     """
 
     table: Tensor
     max_distance: int = 128
     bidirectional: bool = False
+
+    learned = ("table",)
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor):
@@ -150,13 +326,45 @@ class BucketBias:
                 f"got {self.max_distance}"
             )
 
-    def part(self, rows: slice, heads: slice) -> BucketBias:
-        """The bias of some heads, the same in all rows of the batch."""
-        return replace(self, table=self.table[:, heads])
-
     @property
     def separable_beyond(self) -> int:
         return self.max_distance
+
+    def check_shapes(self, q: Tensor, causal: bool) -> None:
+        if self.table.device != q.device:
+            raise ValueError(f"the table must be on q's device {q.device}, got {self.table.device}")
+        if self.table.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"the table must be [num_buckets, {q.shape[1]}] for this q, got {list(self.table.shape)}"
+            )
+
+    def part(self, rows: slice, heads: slice) -> BucketBias:
+        return replace(self, table=self.table[:, heads])
+
+    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.table.to(dtype)[self.bucket(distance)[:, 0]].movedim(-1, 1)
+
+    def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"table": torch.zeros((batch, heads, self.table.shape[0]), dtype=dtype, device=self.table.device)}
+
+    def add_gradients(
+        self, sums: dict[str, Tensor], rows: slice, heads: slice, by_distance: Tensor, distance: Tensor
+    ) -> None:
+        sums["table"][rows, heads].index_add_(2, self.bucket(distance), by_distance)
+
+    def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"table": sums["table"].sum(0).T[: self.table.shape[0]].to(self.table.dtype).contiguous()}
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        index = self.bucket(torch.arange(-self.max_distance, self.max_distance + 1, device=self.table.device))
+        line = (self.table.detach().float()[index].T * LOG2E).contiguous()
+        return KernelBias(
+            BUCKET,
+            line=line,
+            buckets=index.to(torch.int32),
+            max_distance=self.max_distance,
+            bucket_count=self.table.shape[0],
+        )
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance (int64)."""
@@ -175,11 +383,25 @@ class BucketBias:
         return offset + torch.where(steps < exact, steps, coarse.clamp_max(buckets - 1))
 
 
-Bias = LinearBias | BucketBias | None
+BIASES: tuple[type[Bias], ...] = (LinearBias, BucketBias)
 
 
-def learned(bias: Bias) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What of a bias can have a gradient: slopes, future slopes and table."""
-    if isinstance(bias, LinearBias):
-        return bias.slopes, bias.future, None
-    return None, None, bias.table if isinstance(bias, BucketBias) else None
+def learned_tensors(bias: Bias | None) -> list[Tensor]:
+    """The tensors of a bias that are differentiable if they require grad."""
+    return [] if bias is None else [t for name in bias.learned if (t := getattr(bias, name)) is not None]
+
+
+def _look_both_ways(heads: int) -> tuple[Sight, ...]:
+    both: Sight = "both"
+    return (both,) * heads
+
+
+def _fold(gradient: Tensor, slopes: Tensor) -> Tensor:
+    """A gradient [B, H] in the shape and dtype of the slopes it belongs to."""
+    return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
+
+
+def _for_kernels(slopes: Tensor) -> Tensor:
+    """Float32, contiguous, at an address that is a multiple of 16."""
+    slopes = slopes.detach().float().contiguous()
+    return slopes if slopes.data_ptr() % 16 == 0 else slopes.clone()

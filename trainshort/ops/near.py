@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LinearBias
 from trainshort.ops.norms import portions, row_norms
 from trainshort.ops.problem import Problem
 
@@ -49,7 +48,6 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
     Queries are taken in tiles of NEAR; the keys are the n just before the tile (and, where the future is in
     sight, just after it), for each n of RUNS that stays inside the query's own sequence.
     """
-    assert isinstance(problem.bias, LinearBias)
     q, k, scale, dtype = problem.q, problem.k, problem.scale, problem.accumulate_dtype
     queries = q.shape[2]
     tiles = -(-queries // NEAR)
@@ -68,7 +66,9 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
     tile = torch.arange(tiles, device=q.device) + before  # index of a tile's own keys among `means`
     first, end = (limit.expand(-1, queries) for limit in problem.key_runs())
     offset = (torch.arange(queries, device=q.device) % NEAR).to(dtype)  # place of a query in its tile
-    past, future = (slope[..., None].to(dtype) for slope in problem.slopes(torch.float64))  # [B or 1, H, 1]
+    past, future = (
+        slope[..., None].to(dtype) for slope in problem.linear.both_slopes(torch.float64)
+    )  # [B or 1, H, 1]
 
     # Mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq].
     neighbours: list[Tensor] = []
@@ -80,7 +80,7 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
             to_tile = (tile + 1 + steps if ahead else tile).clamp(0, whole)
             neighbours.append(((sums[:, :, to_tile] - sums[:, :, from_tile]) / steps).to(dtype))
             if ahead:
-                gain = math.log(run) - future * (NEAR - offset + (run - 1) / 2 - problem.bias.offset)
+                gain = math.log(run) - future * (NEAR - offset + (run - 1) / 2 - problem.linear.offset)
             else:
                 gain = math.log(run) - past * (offset + (run + 1) / 2)
             place = (low + from_tile * NEAR).repeat_interleave(NEAR)[:queries]
@@ -120,7 +120,6 @@ def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
     width = 64 if queries <= 64 else 1
     anchor = torch.minimum(torch.maximum(position, first), end - 1)  # [B or 1, Tq]
     group = problem.q.shape[1] // problem.k.shape[1]
-    past, future = (slope[..., None, None] for slope in problem.slopes(torch.float64))
     columns = []
     at_once = 1024 // width
     for piece in range(0, queries, at_once):
@@ -140,7 +139,6 @@ def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
         for sight, sign in (("past", 1), ("future", -1)):
             blind = torch.tensor([s == sight for s in problem.sights], device=index.device)
             seen = seen & ~(blind[:, None, None] & (sign * distance > 0))
-        assert isinstance(problem.bias, LinearBias)
-        score = score + problem.bias.at(distance.double(), past, future)
+        score = score + problem.linear.at(distance, torch.float64)
         columns.append(torch.logsumexp(score.masked_fill(~seen, -math.inf), dim=-1))
     return torch.cat(columns, dim=-1)

@@ -1,229 +1,164 @@
-"""The blocked backend as registered operators, so that compilers and autograd see one opaque call.
+"""The backends as registered operators, so that compilers and autograd see one opaque call.
 
-`torch.ops.trainshort.blocked` computes output, log-sum-exp and windows; `blocked_backward` the gradients. The
-operators take flat arguments; `pack` and `unpack` translate from and to a Problem.
+Operators take flat arguments. They are not listed here: `ARGUMENTS` is made of the fields of `Problem` and of every
+class of `BIASES`, and with it come the operators' schemas, `pack` and `unpack`, the shapes that compilers ask for
+and the places of gradients.
+
+    trainshort::blocked, trainshort::triton                      output, log-sum-exp and windows
+    trainshort::blocked_backward, trainshort::triton_backward    gradients
+    trainshort::triton_decode                                    output only
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from trainshort.ops.bias import Bias, BucketBias, LinearBias, Sight, learned
+from trainshort.ops.bias import BIASES, FIELD_TYPES, SIGHTS, Bias
 from trainshort.ops.blocked import run as blocked
-from trainshort.ops.problem import BLOCK, Problem, gradient_like
+from trainshort.ops.problem import Problem, gradient_like
+from trainshort.ops.triton import run as triton
 from trainshort.ops.values import check_values
 
-_SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
+Results = tuple[Tensor, Tensor, Tensor]  # output, log-sum-exp, windows
+
+
+class Argument(NamedTuple):
+    name: str
+    type: str  # in the language of operator schemas
+
+
+PROBLEM_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "bool": "bool",
+    "float": "float",
+}
+
+
+def _arguments() -> list[Argument]:
+    """The fields of a problem. A bias gives its own fields, and a start that may be a tensor or a number is two."""
+    found = []
+    for field in fields(Problem):
+        if field.name == "bias":
+            found += [Argument(own.name, FIELD_TYPES[str(own.type)]) for bias in BIASES for own in fields(bias)]  # type: ignore[arg-type]
+        elif field.name == "query_start":
+            found += [Argument("query_start", "SymInt?"), Argument("query_starts", "Tensor?")]
+        else:
+            found.append(Argument(field.name, PROBLEM_TYPES[str(field.type)]))
+    return found
+
+
+ARGUMENTS = _arguments()
+NAMES = [argument.name for argument in ARGUMENTS]
+assert len(set(NAMES)) == len(NAMES), "fields of problems and biases need names of their own"
+TENSORS = [index for index, argument in enumerate(ARGUMENTS) if argument.type.startswith("Tensor")]
+LEARNED = [name for bias in BIASES for name in bias.learned]
+GRADIENTS = ["q", "k", "v", *LEARNED]  # what the backward operators return, in this order
+RESULTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
 
 
 def pack(problem: Problem) -> tuple[Any, ...]:
-    """The flat arguments of the operator that stand for a problem."""
-    bias, start = problem.bias, problem.query_start
-    linear = bias if isinstance(bias, LinearBias) else None
-    bucket = bias if isinstance(bias, BucketBias) else None
-    sees = None
-    if linear is not None and linear.sees is not None:
-        sees = [_SIGHTS.index(sight) for sight in linear.sees]
-    return (
-        problem.q,
-        problem.k,
-        problem.v,
-        *learned(bias),
-        problem.key_padding_mask,
-        problem.cu_seqlens,
-        start if isinstance(start, Tensor) else None,
-        problem.key_norms,
-        None if isinstance(start, Tensor) else start,
-        problem.causal,
-        float(problem.scale),
-        float(problem.tolerance),
-        linear.offset if linear else 0.0,
-        sees,
-        bucket.max_distance if bucket else 0,
-        bucket.bidirectional if bucket else False,
+    """The arguments of an operator that stand for a problem."""
+    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    bias, start = values.pop("bias"), values["query_start"]
+    values |= {"scale": float(problem.scale), "tolerance": float(problem.tolerance)}
+    if isinstance(start, Tensor):
+        values |= {"query_start": None, "query_starts": start}
+    if bias is not None:
+        values |= {field.name: getattr(bias, field.name) for field in fields(bias)}
+    if values.get("sees") is not None:
+        values["sees"] = [SIGHTS.index(sight) for sight in values["sees"]]
+    return tuple(values.get(name) for name in NAMES)
+
+
+def unpack(arguments: tuple[Any, ...]) -> Problem:
+    values = dict(zip(NAMES, arguments, strict=True))
+    if values["sees"] is not None:
+        values["sees"] = [SIGHTS[index] for index in values["sees"]]
+    bias: Bias | None = None
+    for kind in BIASES:
+        own = {field.name: values.pop(field.name) for field in fields(kind)}  # type: ignore[arg-type]
+        if own[kind.learned[0]] is not None:
+            bias = kind(**own)
+    starts = values.pop("query_starts")
+    if starts is not None:
+        values["query_start"] = starts
+    return Problem(bias=bias, **values)
+
+
+def _schema(returns: int, before: str = "") -> str:
+    listed = ", ".join(f"{argument.type} {argument.name}" for argument in ARGUMENTS)
+    return f"({before}{listed}) -> " + (f"({', '.join(['Tensor'] * returns)})" if returns > 1 else "Tensor")
+
+
+def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str) -> Any:
+    operator = torch.library.custom_op(f"trainshort::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    operator.register_vmap(no_vmap)
+    return operator
+
+
+def _attention_operator(
+    name: str,
+    forward: Callable[[Problem], Results],
+    fake: Callable[[Problem], Results],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]],
+    layout: Callable[[Tensor], Tensor],
+) -> tuple[Any, Any]:
+    """Register a backend's forward and backward operator. layout: an uninitialised gradient for one of q, k and v."""
+
+    def compute(*arguments: Any) -> Results:
+        problem = unpack(arguments)
+        check_values(problem)
+        return forward(problem)
+
+    def compute_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+        (grad, out, lse, windows, want_bias), problem = arguments[:5], unpack(arguments[5:])
+        dq, dk, dv, bias = backward(problem, grad, out, lse, windows, want_bias)
+        return dq, dk, dv, *(bias[name] if name in bias else grad.new_empty(0) for name in LEARNED)
+
+    def fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+        want_bias, values = arguments[4], dict(zip(NAMES, arguments[5:], strict=True))
+
+        def like(name: str) -> Tensor:
+            tensor = values[name]
+            wanted = want_bias and tensor is not None
+            return tensor.new_empty(tensor.shape) if wanted else values["q"].new_empty(0)
+
+        return *(layout(values[name]) for name in ("q", "k", "v")), *(like(name) for name in LEARNED)
+
+    taken = "".join(f"Tensor {name}, " for name in RESULTS) + "bool want_bias, "
+    operator = _operator(name, compute, lambda *arguments: fake(unpack(arguments)), _schema(3))
+    gradients = _operator(f"{name}_backward", compute_gradients, fake_gradients, _schema(len(GRADIENTS), taken))
+    operator.register_autograd(
+        lambda ctx, grad, _lse, _windows: _gradients_by(gradients, ctx, grad), setup_context=_save_for_backward
     )
+    gradients.register_autograd(no_double_backward)
+    return operator, gradients
 
 
-def unpack(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    future: Tensor | None,
-    table: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    start_tensor: Tensor | None,
-    key_norms: Tensor | None,
-    start: int | None,
-    causal: bool,
-    scale: float,
-    tolerance: float,
-    offset: float,
-    sees: list[int] | None,
-    max_distance: int,
-    bidirectional: bool,
-) -> Problem:
-    bias: Bias = None
-    if slopes is not None:
-        sights = None if sees is None else [_SIGHTS[index] for index in sees]
-        bias = LinearBias(slopes, future=future, offset=offset, sees=sights)
-    elif table is not None:
-        bias = BucketBias(table, max_distance=max_distance, bidirectional=bidirectional)
-    return Problem(
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
-        causal=causal,
-        scale=scale,
-        tolerance=tolerance,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        query_start=start if start_tensor is None else start_tensor,
-        key_norms=key_norms,
-    )
-
-
-def _windows_size(q: Tensor) -> int:
-    """How many numbers the windows of a call are. Operators hand them on as one row: a dimension of query blocks is 1
-    up to a length of BLOCK, and a compiler would make a graph for that case alone."""
-    return q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * 2
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-@torch.library.custom_op("trainshort::blocked", mutates_args=())
-def blocked_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    future: Tensor | None,
-    table: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    start_tensor: Tensor | None,
-    key_norms: Tensor | None,
-    start: int | None,
-    causal: bool,
-    scale: float,
-    tolerance: float,
-    offset: float,
-    sees: list[int] | None,
-    max_distance: int,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log-sum-exp [B, H, Tq], windows int32 [B * H * blocks * 2]: EVERYTHING if none were sought."""
-    problem = unpack(
-        q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
-        scale, tolerance, offset, sees, max_distance, bidirectional,
-    )  # fmt: skip
-    check_values(problem)
-    windows = blocked.windows_of(problem)
-    out, lse = blocked.forward(problem, windows)
-    if windows is None:
-        windows = torch.full((_windows_size(q),), blocked.EVERYTHING, dtype=torch.int32, device=q.device)
-    return out, lse, windows.reshape(-1)
-
-
-@blocked_op.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(q),
-        q.new_empty(q.shape[:3], dtype=_lse_dtype(q)),
-        q.new_empty((_windows_size(q),), dtype=torch.int32),
-    )
-
-
-@torch.library.custom_op("trainshort::blocked_backward", mutates_args=())
-def blocked_backward_op(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    windows: Tensor,
-    want_bias: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    future: Tensor | None,
-    table: Tensor | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    start_tensor: Tensor | None,
-    key_norms: Tensor | None,
-    start: int | None,
-    causal: bool,
-    scale: float,
-    tolerance: float,
-    offset: float,
-    sees: list[int] | None,
-    max_distance: int,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, slopes, future and table; the last three are empty unless wanted and there."""
-    problem = unpack(
-        q, k, v, slopes, future, table, key_padding_mask, cu_seqlens, start_tensor, key_norms, start, causal,
-        scale, tolerance, offset, sees, max_distance, bidirectional,
-    )  # fmt: skip
-    visited = blocked.given_windows(windows.view(*q.shape[:2], -1, 2) if windows.numel() else windows)
-    dq, dk, dv, bias = blocked.backward(problem, visited, out, lse, grad, want_bias)
-    none = q.new_empty(0)
-    return (
-        dq,
-        dk,
-        dv,
-        none if bias.past is None else bias.past,
-        none.clone() if bias.future is None else bias.future,
-        none.clone() if bias.table is None else bias.table,
-    )
-
-
-@blocked_backward_op.register_fake
-def _(grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(gradient_like, want_bias, *args[:6])
-
-
-def fake_gradients(
-    layout: Callable[[Tensor], Tensor], want_bias: bool, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Shapes and layouts of what a backward operator returns. layout: an empty gradient for one of q, k and v."""
-
-    def like(tensor: Tensor | None) -> Tensor:
-        return tensor.new_empty(tensor.shape) if want_bias and tensor is not None else q.new_empty(0)
-
-    return (*(layout(t) for t in (q, k, v)), *(like(tensor) for tensor in bias))
-
-
-def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     out, lse, windows = output
-    tensors, ctx.plain = inputs[:10], inputs[10:]
-    ctx.save_for_backward(out, lse, windows, *tensors)
+    ctx.save_for_backward(out, lse, windows, *(inputs[index] for index in TENSORS))
+    ctx.others = [None if index in TENSORS else value for index, value in enumerate(inputs)]
     ctx.mark_non_differentiable(lse, windows)
 
 
-def gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """What autograd asks for, from a backward operator; None for whatever wants none."""
+def _gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """What autograd asks for: a gradient for each argument that wants one, None for the others."""
     out, lse, windows, *tensors = ctx.saved_tensors
-    want_bias = any(ctx.needs_input_grad[3:6])
-    dq, dk, dv, *bias = operator(grad, out, lse, windows, want_bias, *tensors, *ctx.plain)
-    wanted = [
-        gradient if ctx.needs_input_grad[3 + index] and tensors[3 + index] is not None else None
-        for index, gradient in enumerate(bias)
-    ]
-    return dq, dk, dv, *wanted, *([None] * 12)
-
-
-def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ...]:
-    return gradients_by(blocked_backward_op, ctx, grad)
+    arguments = list(ctx.others)
+    for index, tensor in zip(TENSORS, tensors, strict=True):
+        arguments[index] = tensor
+    wanted = dict(zip(NAMES, ctx.needs_input_grad, strict=True))
+    found = operator(grad, out, lse, windows, any(wanted[name] for name in LEARNED), *arguments)
+    gradients = dict(zip(GRADIENTS, found, strict=True))
+    return tuple(gradients[name] if wanted[name] and name in gradients else None for name in NAMES)
 
 
 def no_double_backward(ctx: Any, *gradients: Any) -> None:
@@ -232,31 +167,24 @@ def no_double_backward(ctx: Any, *gradients: Any) -> None:
     )
 
 
-def refuse_transforms(tensors: Sequence[Tensor]) -> None:
-    """Of torch.func, and of forward mode: operators have no rules for them, and tangents would be lost."""
-    if torch.compiler.is_compiling():
-        return
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    if any(transform.key() != torch._C._functorch.TransformType.Functionalize for transform in transforms):
-        raise NotImplementedError(
-            "trainshort attention has no rules for torch.func (grad, vjp, jvp, vmap and what is made of them): use "
-            "torch.autograd.grad or backward(), or backend='reference', which has"
-        )
-    if forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(
-            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
-        )
-
-
 def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise NotImplementedError(
         "trainshort attention has no vmap: it is batched already, over its first two dimensions"
     )
 
 
-blocked_op.register_autograd(_backward, setup_context=save_for_backward)
-blocked_backward_op.register_autograd(no_double_backward)
-blocked_op.register_vmap(no_vmap)
-blocked_backward_op.register_vmap(no_vmap)
+def _decode(*arguments: Any) -> Tensor:
+    problem = unpack(arguments)
+    check_values(problem)
+    return triton.decode(problem)
+
+
+blocked_op, blocked_backward_op = _attention_operator(
+    "blocked", blocked.attend, blocked.fake, blocked.gradients, gradient_like
+)
+triton_op, triton_backward_op = _attention_operator(
+    "triton", triton.forward, triton.fake, triton.backward, triton.gradient_of
+)
+triton_decode_op = _operator(
+    "triton_decode", _decode, lambda *arguments: triton.fake(unpack(arguments))[0], _schema(1)
+)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import Bias, BucketBias, LinearBias, Sight
+from trainshort.ops.bias import Bias, LinearBias, Sight
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
@@ -29,12 +30,15 @@ DEFAULT_TOLERANCE = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Everything that defines one call. Queries are [B, H, Tq, D]; keys and values [B, Hkv, Tk, D]."""
+    """Everything that defines one call. Queries are [B, H, Tq, D]; keys and values [B, Hkv, Tk, D].
+
+    The fields are listed here and nowhere else: operators.py makes the arguments of the registered operators of them.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Bias
+    bias: Bias | None
     causal: bool
     scale: float
     tolerance: float
@@ -53,10 +57,29 @@ class Problem:
     @property
     def sights(self) -> tuple[Sight, ...]:
         """Which way each head looks."""
-        if not self.causal and isinstance(self.bias, LinearBias) and self.bias.sees is not None:
-            return tuple(self.bias.sees)
+        heads = self.q.shape[1]
+        if not self.causal and self.bias is not None:
+            return self.bias.sights(heads)
         sight: Sight = "past" if self.causal else "both"
-        return (sight,) * self.q.shape[1]
+        return (sight,) * heads
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether bias and tolerance allow for skipping keys."""
+        return self.bias is not None and self.bias.certifiable and self.tolerance > 0.0
+
+    @property
+    def linear(self) -> LinearBias:
+        """The bias of a problem whose keys may be skipped."""
+        assert isinstance(self.bias, LinearBias)
+        return self.bias
+
+    @property
+    def is_decoding(self) -> bool:
+        """A few causal queries a row, at the end of many keys: there is a path for these on every device."""
+        queries, group = self.q.shape[2], self.q.shape[1] // self.k.shape[1]
+        few = holds(queries <= 16) and holds(queries * group <= 64)
+        return self.causal and self.cu_seqlens is None and few
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -66,15 +89,9 @@ class Problem:
         """The same problem with every tensor on another device."""
 
         def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
+            return value.to(device) if isinstance(value, (Tensor, Bias)) else value
 
-        bias = self.bias
-        if isinstance(bias, LinearBias):
-            bias = replace(bias, slopes=move(bias.slopes), future=move(bias.future))
-        elif isinstance(bias, BucketBias):
-            bias = replace(bias, table=move(bias.table))
-        moved = {field.name: move(getattr(self, field.name)) for field in fields(self)}
-        return Problem(**{**moved, "bias": bias})
+        return Problem(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
 
     def part(self, rows: slice, heads: slice) -> Problem:
         """The same problem for some rows of the batch and some heads: whole groups of those that share a key head."""
@@ -97,14 +114,10 @@ class Problem:
             key_norms=None if norms is None else norms[rows, keys],
         )
 
-    def slopes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The slopes of past and future, each [B or 1, H]. Zero where there is no linear bias."""
-        if not isinstance(self.bias, LinearBias):
-            zero = self.q.new_zeros((1, self.q.shape[1]), dtype=dtype)
-            return zero, zero
-        past = torch.atleast_2d(self.bias.slopes).to(dtype)
-        future = past if self.bias.future is None else torch.atleast_2d(self.bias.future).to(dtype)
-        return past, future
+    @property
+    def bias_differs_by_row(self) -> bool:
+        """Whether rows of the batch have a bias of their own."""
+        return self.bias is not None and self.bias.differs_by_row
 
     @property
     def bias_reach(self) -> int:
@@ -146,8 +159,13 @@ class Problem:
         return zero, zero + keys
 
 
-def default_tolerance(dtype: torch.dtype) -> float:
-    return DEFAULT_TOLERANCE[dtype]
+def holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; where a program for all lengths is exported, for every one of them."""
+    if not torch.compiler.is_exporting():
+        return True if condition else False  # noqa: SIM210  bool() of a symbol stays one in a compiler
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def gradient_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -159,6 +177,61 @@ def gradient_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+def make_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    tolerance: float | None = None,
+    key_norms: Tensor | None = None,
+    **others: Any,
+) -> Problem:
+    """Check what can be checked without looking at values, and fill in what was left out."""
+    given = k
+    q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v)
+    if k is not given and isinstance(key_norms, Tensor):
+        key_norms = _norms_after_rounding(key_norms, k)
+    problem = Problem(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        causal=bool(causal),
+        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+        tolerance=DEFAULT_TOLERANCE[q.dtype] if tolerance is None else tolerance,
+        key_norms=key_norms,
+        **others,
+    )
+    check_shapes(problem)
+    return problem
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast queries, keys and values take its dtype; everything else stays as it is."""
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in (q, k, v)) or q.dtype == torch.float64:
+        return q, k, v
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _norms_after_rounding(norms: Tensor, k: Tensor) -> Tensor:
+    """Upper bounds for keys that were just rounded to k's dtype, from those of the keys as they were.
+
+    A normal number grows by half a unit in the last place at most, a smaller one by less than the smallest there is;
+    one beyond the largest becomes infinite.
+    """
+    limits = torch.finfo(k.dtype)
+    longer = norms * (1.0 + 0.51 * limits.eps) + k.shape[3] ** 0.5 * limits.smallest_normal * limits.eps
+    return torch.where(longer > limits.max, math.inf, longer)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor | None) -> None:
@@ -191,35 +264,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None) -> None:
         )
 
 
-def check_slopes_shape(name: str, slopes: Tensor, q: Tensor) -> None:
-    batch, heads = q.shape[:2]
-    if slopes.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {slopes.device}: move one of them")
-    own = slopes.shape[-1] == heads and (slopes.dim() == 1 or slopes.shape[0] == batch)
-    if slopes.dim() not in (1, 2) or not own:
-        raise ValueError(f"{name} must be [{heads}] or [{batch}, {heads}] for this q, got {_shape(slopes)}")
-
-
 def check_shapes(problem: Problem) -> None:
     """Everything that shapes, dtypes and plain numbers can tell. Never looks inside a tensor."""
     q, k = problem.q, problem.k
-    batch, heads, queries, _ = q.shape
+    batch, _, queries, _ = q.shape
     keys = k.shape[2]
-    if isinstance(problem.bias, LinearBias):
-        check_slopes_shape("slopes", problem.bias.slopes, q)
-        if problem.bias.future is not None:
-            check_slopes_shape("future", problem.bias.future, q)
-        if problem.causal and not problem.bias.is_causal_only:
-            raise ValueError(
-                "a LinearBias with future, offset or sees describes attention to both sides: pass causal=False"
-            )
-    elif isinstance(problem.bias, BucketBias):
-        if problem.bias.table.device != q.device:
-            raise ValueError(f"the table must be on q's device {q.device}, got {problem.bias.table.device}")
-        if problem.bias.table.shape[1] != heads:
-            raise ValueError(f"the table must be [num_buckets, {heads}] for this q, got {_shape(problem.bias.table)}")
-    elif problem.bias is not None:
-        raise TypeError(f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}")
+    if problem.bias is not None:
+        if not isinstance(problem.bias, Bias):
+            raise TypeError(f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}")
+        problem.bias.check_shapes(q, problem.causal)
     _check_number("scale", problem.scale)
     _check_number("tolerance", problem.tolerance)
     if not 0.0 <= problem.tolerance < 1.0:

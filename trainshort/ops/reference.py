@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import BucketBias, LinearBias
 from trainshort.ops.problem import Problem
 
 
@@ -70,9 +69,4 @@ def bias_matrix(problem: Problem, dtype: torch.dtype) -> Tensor | float:
     """The bias of every pair, [B or 1, H, Tq, Tk]."""
     key = torch.arange(problem.k.shape[2], device=problem.k.device)
     distance = key - problem.positions()[:, None, :, None]  # [B or 1, 1, Tq, Tk]
-    if isinstance(problem.bias, LinearBias):
-        past, future = (slope[..., None, None] for slope in problem.slopes(dtype))  # [B or 1, H, 1, 1]
-        return problem.bias.at(distance.to(dtype), past, future)
-    if isinstance(problem.bias, BucketBias):
-        return problem.bias.table.to(dtype)[problem.bias.bucket(distance)[:, 0]].permute(0, 3, 1, 2)
-    return 0.0
+    return 0.0 if problem.bias is None else problem.bias.at(distance, dtype)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainshort.ops.problem import Problem
+from trainshort.ops.problem import Problem, holds
 
 # On a GPU, the first of these that can: torch's own order has the second first, which is slower on Hopper.
 FASTEST = [
@@ -18,28 +18,24 @@ FASTEST = [
 ]
 
 
-def holds(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds; where a program for all lengths is exported, for every one of them."""
-    if not torch.compiler.is_exporting():
-        return True if condition else False  # noqa: SIM210  bool() of a symbol stays one in a compiler
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
-
-
-def fits(problem: Problem) -> bool:
-    """Whether scaled_dot_product_attention computes this problem, in linear memory."""
-    if problem.bias is not None or (problem.q.shape[1] != problem.k.shape[1] and not problem.q.is_cuda):
-        return False
-    if problem.key_padding_mask is not None or problem.cu_seqlens is not None or problem.k.shape[2] == 0:
-        return False
+def why_not(problem: Problem) -> str | None:
+    """Why scaled_dot_product_attention does not compute a problem in linear memory, in words; None where it does."""
+    if problem.bias is not None:
+        return "it takes no bias"
+    if problem.q.shape[1] != problem.k.shape[1] and not problem.q.is_cuda:
+        return "on a CPU it takes no grouped queries"
+    if problem.key_padding_mask is not None or problem.cu_seqlens is not None:
+        return "it takes neither key_padding_mask nor cu_seqlens"
+    if problem.k.shape[2] == 0:
+        return "there are no keys"
     if not problem.causal:
-        return True
+        return None
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
-    if isinstance(start, Tensor):
-        return False
-    aligned = problem.query_start is None or holds(start == keys - queries)
-    return aligned and (holds(queries == 1) or holds(queries == keys))  # one query that sees everything, or a square
+    if isinstance(start, Tensor) or not (problem.query_start is None or holds(start == keys - queries)):
+        return "it takes causal queries at the end of the keys only"
+    if holds(queries == 1) or holds(queries == keys):
+        return None
+    return "it takes one causal query, or as many as there are keys"
 
 
 def _causal(problem: Problem) -> bool:

@@ -11,18 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LinearBias
+from trainshort.ops.bias import LARGEST_SLOPE
 from trainshort.ops.problem import Problem
-
-LARGEST_SLOPE = 2.0**64  # times any distance, float32 still holds it
 
 
 def check_values(problem: Problem) -> None:
     """What only the contents can tell: positive slopes, norms, no holes in the padding, borders in order."""
-    if isinstance(problem.bias, LinearBias):
-        require_positive("slopes", problem.bias.slopes)
-        if problem.bias.future is not None:
-            require_positive("future", problem.bias.future)
+    if problem.bias is not None:
+        for name, slopes in problem.bias.positive().items():
+            require_positive(name, slopes)
     if problem.key_norms is not None:
         _require_norms(problem.key_norms)
     mask = problem.key_padding_mask

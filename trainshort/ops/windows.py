@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
-from trainshort.ops.bias import LinearBias
-from trainshort.ops.blocked import decode
 from trainshort.ops.near import near_score
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
@@ -45,8 +43,6 @@ def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
     if problem.q.device.type == "mps":  # has no float64, which the tables need
         return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
     with torch.autocast(problem.q.device.type, enabled=False):
-        if block == BLOCK and decode.fits(problem):
-            return decode.windows_of(problem)
         return _certified_blocks(problem, block)
 
 
@@ -73,15 +69,16 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go; a half in short rows
     (`SHORT`), which a few kernel calls compute whole. Slopes that lie on a GPU are not read: every head is looked at.
     """
-    if not isinstance(problem.bias, LinearBias) or problem.tolerance <= 0.0:
+    if not problem.may_skip:
         return None
     heads = problem.q.shape[1]
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
     if query_blocks == 0 or key_blocks < 2:
         return None
-    slopes = problem.bias.slopes.detach()
-    if problem.bias.future is not None:
-        slopes = torch.maximum(slopes, problem.bias.future.detach())
+    bias = problem.linear
+    slopes = bias.slopes.detach()
+    if bias.future is not None:
+        slopes = torch.maximum(slopes, bias.future.detach())
     if slopes.device.type != "cpu":
         return slice(0, heads)
     steepest = torch.atleast_2d(slopes).amax(0).double()
@@ -159,7 +156,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """The first block that the past side proves necessary, and one past the last of the future side."""
     dim = problem.q.shape[3]
     slack = 1.0 + (dim + 4) * 2.0**-23
-    past, future = (slope.double() for slope in problem.slopes(torch.float64))  # [B or 1, H]
+    past, future = (slope.double() for slope in problem.linear.both_slopes(torch.float64))  # [B or 1, H]
     looks_back = [sight != "future" for sight in problem.sights]
     looks_ahead = [sight != "past" for sight in problem.sights]
     sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)], device="cpu")
@@ -191,12 +188,11 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
             first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
             first = first.masked_fill(~torch.tensor(looks_back, device=first.device)[:, None], 0)
         if any(looks_ahead):
-            assert isinstance(problem.bias, LinearBias)
             keys = problem.k.shape[2]
             blocks = -(-keys // block)
             # Mirrored: key j stands at blocks * block - 1 - j, so that the tail grows from the far end.
             mirrored = torch.nn.functional.pad(norms, (0, blocks * block - keys), value=-math.inf).flip(-1)
-            place = blocks * block - 1 - position - problem.bias.offset
+            place = blocks * block - 1 - position - problem.linear.offset
             threshold = budget + future[..., None] * place + near
             tail = _Tail(mirrored, future, block, False)
             skipped = _skippable(tail, block, reach, edges, threshold)

@@ -84,7 +84,7 @@ class Alibi(Position):
         # The gradient passes as if there were no clamp: a slope that a large step threw out of it can come back.
         return (stored.detach().clamp(*LOG_RANGE) + (stored - stored.detach())).exp()
 
-    def bias(self) -> Bias:
+    def bias(self) -> Bias | None:
         slopes = self._current()
         return LinearBias.one_sided(slopes) if self.one_sided else LinearBias(slopes)
 

@@ -39,7 +39,7 @@ class Position(nn.Module):
         """Change queries and keys before their product. q, k: [B, heads, T, head_dim]."""
         return q, k
 
-    def bias(self) -> Bias:
+    def bias(self) -> Bias | None:
         """Describe what to add to the scores: a function of distance, never a tensor of all pairs."""
         return None
 

@@ -19,5 +19,5 @@ class T5(Position):
         self.bias()  # refuses impossible numbers now rather than at the first batch
         nn.init.normal_(self.table, std=0.02)
 
-    def bias(self) -> Bias:
+    def bias(self) -> Bias | None:
         return BucketBias(self.table, max_distance=self.distance, bidirectional=self.bidirectional)

@@ -16,36 +16,38 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LinearBias
+from trainshort.ops.bias import LARGEST_SLOPE
 from trainshort.ops.blocked import pieces as engine
 from trainshort.ops.norms import UNDERFLOW
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.threads import one_thread
-from trainshort.ops.values import LARGEST_SLOPE
 
 LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
 ALL = slice(None)
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
 
-def fits(problem: Problem) -> bool:
-    """One causal query a row under ALiBi, at the last of its keys, on a CPU, with norms and an unconverted cache."""
+def why_not(problem: Problem) -> str | None:
+    """Why this path does not take a problem, in words; None where it does."""
     q, k, v, mask, start = problem.q, problem.k, problem.v, problem.key_padding_mask, problem.query_start
-    return (
-        q.shape[2] == 1
-        and problem.causal
-        and problem.key_norms is not None
-        and isinstance(problem.bias, LinearBias)
-        and q.device.type == "cpu"
-        and q.dtype in (torch.float32, torch.float64)
-        and problem.cu_seqlens is None
-        and k.shape[2] > 0
-        and (start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1))
-        and k.stride(-1) == v.stride(-1) == 1
-        and min(k.stride(-2), v.stride(-2)) >= k.shape[-1]
-        and (mask is None or bool(mask[:, -1].all()))
-        and engine.has_fused()
-    )
+    if q.shape[2] != 1 or not problem.is_decoding:
+        return "it takes one causal query a row"
+    if q.device.type != "cpu":
+        return f"it runs on a CPU, got {q.device}"
+    if problem.key_norms is None:
+        return "it needs key_norms"
+    if problem.bias is None or not problem.bias.certifiable:
+        return "it needs a bias that keys can be skipped under, such as ALiBi"
+    if q.dtype not in (torch.float32, torch.float64):
+        return f"it takes float32 and float64, got {q.dtype}"
+    at_the_end = start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1)
+    if not at_the_end or k.shape[2] == 0:
+        return "the query must stand at the last key"
+    if not (engine.has_plain_rows(k) and engine.has_plain_rows(v) and engine.has_plain_rows(q)):
+        return "the rows of q, k and v must be contiguous and apart"
+    if mask is not None and not bool(mask[:, -1].all()):
+        return "the last key must be real"
+    return None if engine.has_fused() else "this version of torch lacks the CPU kernel"
 
 
 def attend(problem: Problem) -> Tensor | None:
@@ -135,8 +137,7 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
 
 
 def _slope_rows(problem: Problem) -> Slopes:
-    assert isinstance(problem.bias, LinearBias)
-    slopes = problem.bias.slopes
+    slopes = problem.linear.slopes
     return (tuple(slopes.tolist()),) if slopes.dim() == 1 else tuple(map(tuple, slopes.tolist()))
 
 

@@ -57,8 +57,7 @@ class Pass:
     def _usable(self, tensor: Tensor) -> Tensor:
         """In the dtype of the arithmetic, rows contiguous and apart, as the kernels need them."""
         tensor = tensor.to(self.dtype)
-        rows_apart = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
-        return tensor if rows_apart else tensor.contiguous()
+        return tensor if engine.has_plain_rows(tensor) else tensor.contiguous()
 
     def _shape(self, batch: int, heads: int) -> Shape:
         """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
@@ -113,7 +112,7 @@ class Pass:
     def _rows_of(self, segment: Segment) -> list[slice]:
         if segment.batch is not None:
             return [slice(segment.batch, segment.batch + 1)]
-        if self.group > 1 or max(slope.shape[0] for slope in self.problem.slopes(self.dtype)) > 1:
+        if self.group > 1 or self.problem.bias_differs_by_row:
             return [slice(row, row + 1) for row in range(self.batch)]
         if not threads.is_inside():
             return [slice(0, self.batch)]
@@ -127,7 +126,7 @@ class Pass:
         if self.windows is None or all(whole):
             return spread
         windows = self.windows.tolist()
-        own_bias = max(slope.shape[0] for slope in self.problem.slopes(self.dtype)) > 1
+        own_bias = self.problem.bias_differs_by_row
         for row in range(self.batch):
             for head in range(self.heads):
                 if whole[head]:
@@ -158,6 +157,15 @@ class Pass:
         whole = (self.batch * self.heads, self.queries, self.k.shape[2])
         return call.piece.kind == "tile" and (call.lanes, call.piece.rows, call.piece.keys) == whole
 
+    def _cover_once(self, calls: list[Together]) -> bool:
+        """Whether every head of every row is in exactly one of these calls."""
+        if sum(call.lanes for call in calls) != self.batch * self.heads:
+            return False
+        covered = torch.zeros((self.batch, self.heads), dtype=torch.bool, device="cpu")
+        for call in calls:
+            covered[call.rows, call.heads] = True
+        return bool(covered.all())
+
     def _written(self) -> int:
         """How many queries, of all heads, see some key."""
         return sum(call.piece.rows * call.lanes for call in self.calls if call.piece.fresh)
@@ -176,7 +184,9 @@ class Pass:
         """The function that computes a call."""
         if not self.fused:
             return plain
-        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and self.problem.scale > 0
+        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and engine.can_hide_future(
+            self.problem.scale
+        )
         return partial(fused, causal=causal)
 
     # The passes
@@ -236,7 +246,7 @@ class Pass:
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
         calls = sorted(self.calls, key=lambda call: -call.piece.keys)
         covering = [call for call in calls if isinstance(call, Together) and call.piece.keys == self.k.shape[2]]
-        if self.group > 1 or sum(call.lanes for call in covering) != self.batch * self.heads:
+        if self.group > 1 or not self._cover_once(covering):
             covering = []
         if not store_queries:
             dq.zero_()

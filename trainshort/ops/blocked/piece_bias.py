@@ -7,22 +7,14 @@ same line, begun one step earlier than the row above. So a tile is a strided vie
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import BucketBias, LinearBias, fold_gradient
+from trainshort.ops.bias import Bias
 from trainshort.ops.blocked.cut import Piece
 from trainshort.ops.blocked.pieces import sums_by_distance
 from trainshort.ops.problem import Problem
-
-
-@dataclass
-class BiasGradients:
-    past: Tensor | None = None
-    future: Tensor | None = None
-    table: Tensor | None = None
 
 
 class PieceBias:
@@ -31,7 +23,7 @@ class PieceBias:
     def __init__(self, problem: Problem, pieces: list[Piece], dtype: torch.dtype) -> None:
         self.bias = problem.bias
         self.batch, self.heads = problem.q.shape[:2]
-        self.past, self.future = (slope.detach() for slope in problem.slopes(dtype))
+        self.dtype = dtype
         tiles = [piece for piece in pieces if piece.kind == "tile"]
         self.tile_start = min((piece.distance for piece in tiles), default=0)
         self.tile_end = max((piece.distance + piece.keys for piece in tiles), default=0)
@@ -42,19 +34,13 @@ class PieceBias:
         self.line = self._line(problem, distance, dtype)  # [B or 1, H, distances]
         self._tiles: dict[tuple[int, int, int, int], Tensor] = {}
         self._wide = torch.float32 if problem.q.device.type == "mps" else torch.float64  # for long sums
-        self._dpast = problem.q.new_zeros((self.batch, self.heads), dtype=self._wide)
-        self._dfuture = torch.zeros_like(self._dpast)
-        self._dtable = None
-        if isinstance(self.bias, BucketBias):
-            self._dtable = torch.zeros_like(self.bias.table, dtype=self._wide)
+        self._sums: dict[str, Tensor] | None = None  # of gradients
 
     def _line(self, problem: Problem, distance: Tensor, dtype: torch.dtype) -> Tensor:
-        if isinstance(self.bias, BucketBias):
-            line = self.bias.table.detach().to(dtype)[self.bias.bucket(distance)].T[None]
-        elif isinstance(self.bias, LinearBias):
-            line = self.bias.at(distance.to(dtype), self.past[..., None], self.future[..., None])
-        else:
+        if self.bias is None:
             line = problem.q.new_zeros((1, self.heads, len(distance)), dtype=dtype)
+        else:
+            line = self.bias.at(distance[None, None], dtype).detach()
         for sight, sign in (("past", 1), ("future", -1)):
             heads = [head for head, own in enumerate(problem.sights) if own == sight]
             if len(heads) == self.heads:
@@ -102,14 +88,13 @@ class PieceBias:
 
     def shift(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
         """On a side: what each query adds to the bias of the one nearest to the keys, [rows, heads, R]."""
-        if piece.kind in ("tile", "still") or not isinstance(self.bias, LinearBias):
+        if piece.kind in ("tile", "still") or self.bias is None:
             return None
-        slope = self.past if piece.kind == "left" else self.future
-        away = torch.arange(piece.rows, device=slope.device, dtype=slope.dtype)
+        away = torch.arange(piece.rows, device=self.line.device, dtype=self.dtype)
         if piece.kind == "right":
             away = piece.rows - 1 - away
-        rows = rows if slope.shape[0] > 1 else slice(0, 1)
-        return -slope[rows, heads, None] * away
+        shift = self.bias.query_shift(away, ahead=piece.kind == "right")
+        return None if shift is None else shift[rows if shift.shape[0] > 1 else slice(0, 1), heads]
 
     def add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
         """Take in the gradients of a piece's scores, [rows, heads, R, W]."""
@@ -119,29 +104,21 @@ class PieceBias:
             by_distance = sums_by_distance(scores).to(self._wide)  # [rows, heads, W + R - 1]
             first = piece.distance - piece.rows + 1
         distance = torch.arange(first, piece.distance + piece.keys, device=scores.device)
-        if isinstance(self.bias, LinearBias):
-            ahead = torch.where(distance > 0, self.bias.offset - distance.to(self._wide), 0.0)
-            self._dpast[rows, heads] += (by_distance * distance.clamp_max(0)).sum(-1)
-            self._dfuture[rows, heads] += (by_distance * ahead).sum(-1)
-        elif isinstance(self.bias, BucketBias) and self._dtable is not None:
-            self._dtable[:, heads].index_add_(0, self.bias.bucket(distance), by_distance.sum(0).T)
+        if self.bias is not None:
+            self.bias.add_gradients(self._own_sums(self.bias), rows, heads, by_distance, distance)
+
+    def _own_sums(self, bias: Bias) -> dict[str, Tensor]:
+        if self._sums is None:
+            self._sums = bias.gradient_sums(self.batch, self.heads, self._wide)
+        return self._sums
 
     def take(self, other: PieceBias, rows: slice, heads: slice) -> None:
         """Take in what another one has taken in for these rows of the batch and these heads."""
-        self._dpast[rows, heads] += other._dpast
-        self._dfuture[rows, heads] += other._dfuture
-        if self._dtable is not None and other._dtable is not None:
-            self._dtable[:, heads] += other._dtable
+        if self.bias is not None and other._sums is not None:
+            sums = self._own_sums(self.bias)
+            for name, found in other._sums.items():
+                sums[name][rows, heads] += found
 
-    def gradients(self) -> BiasGradients:
-        """The gradients taken in so far, in the shapes and dtypes of the bias."""
-        bias = self.bias
-        if isinstance(bias, BucketBias) and self._dtable is not None:
-            return BiasGradients(table=self._dtable.to(bias.table.dtype))
-        if not isinstance(bias, LinearBias):
-            return BiasGradients()
-        if bias.future is None:  # one slope for both sides
-            return BiasGradients(past=fold_gradient(self._dpast + self._dfuture, bias.slopes))
-        return BiasGradients(
-            past=fold_gradient(self._dpast, bias.slopes), future=fold_gradient(self._dfuture, bias.future)
-        )
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the learned fields of the bias, in their shapes and dtypes."""
+        return {} if self.bias is None else self.bias.gradients(self._own_sums(self.bias))

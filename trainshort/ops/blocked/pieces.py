@@ -32,11 +32,28 @@ def has_fused() -> bool:
     return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
+def can_hide_future(scale: float) -> bool:
+    """Whether the fused kernel may be told to be causal: it multiplies the -inf that hides the future by the scale,
+    rounded to float32."""
+    return scale >= torch.finfo(torch.float32).smallest_normal
+
+
+def has_plain_rows(tensor: Tensor) -> bool:
+    """Whether rows are contiguous and apart, as the fused kernel needs them. Heads and batches may repeat."""
+    batches, heads, rows, dim = tensor.shape
+    by_batch, by_head, by_row, last = tensor.stride()
+    return (
+        last == 1
+        and (rows < 2 or by_row >= dim)
+        and (heads < 2 or by_head == 0 or by_head >= dim)
+        and (batches < 2 or by_batch == 0 or by_batch >= dim)
+    )
+
+
 def fused_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """causal: keys after a query are left out by the kernel, besides what the mask says. Not with a scale of zero or
-    less, by which it multiplies the -inf that it hides them with."""
+    """causal: keys after a query are left out by the kernel, besides what the mask says. See can_hide_future."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )

@@ -14,29 +14,64 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
+from trainshort.ops import windows as windows_module
 from trainshort.ops.blocked import decode, short
 from trainshort.ops.blocked import pieces as engine
 from trainshort.ops.blocked.passes import Pass
-from trainshort.ops.blocked.piece_bias import BiasGradients, PieceBias
-from trainshort.ops.problem import Problem, gradient_like
+from trainshort.ops.blocked.piece_bias import PieceBias
+from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.shares import Share, shares_of
-from trainshort.ops.windows import certified_blocks, promising_heads
+from trainshort.ops.windows import promising_heads
 
 EVERYTHING = -1  # in place of a window: no window was sought
 
 
+def attend(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Output like q, log-sum-exp [B, H, Tq], and windows as one row of numbers, EVERYTHING if none were sought.
+
+    One row, because a dimension of query blocks is 1 up to a length of BLOCK, for which alone a compiler would make a
+    graph of its own.
+    """
+    windows = windows_of(problem)
+    out, lse = forward(problem, windows)
+    if windows is None:
+        windows = torch.full((_windows_size(out),), EVERYTHING, dtype=torch.int32, device=out.device)
+    return out, lse, windows.reshape(-1)
+
+
+def fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` returns, uninitialised."""
+    q = problem.q
+    lse = q.new_empty(q.shape[:3], dtype=problem.accumulate_dtype)
+    return torch.empty_like(q), lse, q.new_empty((_windows_size(q),), dtype=torch.int32)
+
+
+def gradients(
+    problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of q, k, v and, if wanted, of the learned fields of the bias. windows: as `attend` returned them."""
+    visited = None
+    if windows.numel() > 0 and not _capturing(windows) and int(windows[0]) != EVERYTHING:
+        visited = windows.view(*problem.q.shape[:2], -1, 2)
+    return backward(problem, visited, out, lse, grad, want_bias)
+
+
+def _windows_size(q: Tensor) -> int:
+    return q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * 2
+
+
+def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
+    """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
+    if block == BLOCK and decode.why_not(problem) is None:
+        return decode.windows_of(problem)
+    return windows_module.certified_blocks(problem, block)
+
+
 def windows_of(problem: Problem) -> Tensor | None:
     """The certified windows that this backend will use, or None where it visits everything."""
-    if promising_heads(problem) is None and not decode.fits(problem):
+    if promising_heads(problem) is None and decode.why_not(problem) is not None:
         return None
     return None if _capturing(problem.q) else certified_blocks(problem)
-
-
-def given_windows(windows: Tensor) -> Tensor | None:
-    """The windows of the forward pass as an operator handed them over: None where they say EVERYTHING."""
-    if windows.numel() == 0 or _capturing(windows):
-        return None
-    return None if int(windows[0, 0, 0, 0]) == EVERYTHING else windows
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -51,7 +86,7 @@ def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
-    if windows is not None and decode.fits(problem) and (done := decode.forward(problem, windows)):
+    if windows is not None and decode.why_not(problem) is None and (done := decode.forward(problem, windows)):
         return done
     if short.fits(problem, windows):
         with suppress(engine.SuspiciousError):
@@ -90,16 +125,16 @@ def _forward_share(
 
 def backward(
     problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, BiasGradients]:
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and, if wanted, of the bias."""
-    if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item()):
-        return *short.backward(problem, out, lse, grad), BiasGradients()
+    if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item() + grad.sum().item()):
+        return (*short.backward(problem, out, lse, grad), {})
     shares = shares_of(problem, windows)
     with torch.autocast(problem.q.device.type, enabled=False):
         if len(shares) == 1:
             gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2], None)
             dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
-            return dq, dk, dv, bias.gradients() if want_bias else BiasGradients()
+            return dq, dk, dv, bias.gradients() if want_bias else {}
         dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
 
         def compute(share: Share) -> PieceBias:
@@ -117,7 +152,7 @@ def backward(
 
         biases = threads.run(compute, shares)
     if not want_bias:
-        return dq, dk, dv, BiasGradients()
+        return dq, dk, dv, {}
     total = PieceBias(problem, [], problem.accumulate_dtype)
     for share, bias in zip(shares, biases, strict=True):
         total.take(bias, share.rows, share.heads)

@@ -1,0 +1,263 @@
+"""Which path computes a problem: each says which problems it takes, or why not, in words.
+
+    path               backend      takes
+    reference          reference    everything; dense
+    sdpa               auto only    attention without a bias, where torch's own kernels compute exactly that
+    triton decoding    triton       a few causal queries a row, forward only
+    triton             triton       16- and 32-bit CUDA tensors with a head_dim of at most 256
+    blocked decoding   blocked      one causal query a row with key_norms, on a CPU, forward only
+    blocked            blocked      everything, on any device
+
+The first path of a backend that takes a problem computes it; "auto" tries all but the reference, in this order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainshort.ops import operators, reference, sdpa
+from trainshort.ops.bias import learned_tensors
+from trainshort.ops.blocked import decode as blocked_decoding
+from trainshort.ops.blocked import run as blocked
+from trainshort.ops.problem import BLOCK, Problem
+from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
+from trainshort.ops.triton import run as triton
+from trainshort.ops.triton.shapes import LARGEST_DIM
+from trainshort.ops.values import check_values
+from trainshort.ops.windows import visible_blocks
+
+BACKENDS = ("auto", "reference", "blocked", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, for tests
+
+
+class Call:
+    """A problem, and what torch is doing with it besides computing it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        # The tensors that autograd could ask a gradient for.
+        self.tensors = [problem.q, problem.k, problem.v, *learned_tensors(problem.bias)]
+        self.eager = is_eager(*self.tensors)
+        self.recording = is_recording(*self.tensors)
+
+
+class Path(NamedTuple):
+    name: str
+    backend: str
+    why_not: Callable[[Call], str | None]  # in words; None where it takes the problem
+    run: Callable[[Call], Tensor]
+    skips: Callable[[Problem], bool]  # whether it may skip keys of a problem that it takes
+
+
+def _nothing_against(call: Call) -> str | None:
+    return None
+
+
+def _run_reference(call: Call) -> Tensor:
+    check_values(call.problem)
+    return reference.attend(call.problem)
+
+
+def why_not_triton(q: Tensor) -> str | None:
+    if not HAS_TRITON:
+        return "it needs Triton, which is not installed"
+    if not q.is_cuda and not INTERPRETED:
+        return f"it needs CUDA tensors, got q on {q.device}"
+    if q.dtype == torch.float64:
+        return f"it computes in at most float32, got {q.dtype}"
+    if q.shape[-1] > LARGEST_DIM:
+        return f"it needs a head_dim of at most {LARGEST_DIM}, got {q.shape[-1]}"
+    return None
+
+
+def _why_not_triton_decoding(call: Call) -> str | None:
+    reason = why_not_triton(call.problem.q)
+    if reason is not None:
+        return reason
+    if not call.problem.is_decoding:
+        return "it takes a few causal queries a row"
+    return "it is forward only, and a gradient may be asked for" if call.recording else None
+
+
+def _run_triton_decoding(call: Call) -> Tensor:
+    refuse_transforms(call.tensors)
+    if not call.eager:
+        return operators.triton_decode_op(*operators.pack(call.problem))
+    check_values(call.problem)
+    return triton.decode(call.problem)
+
+
+def _run_triton(call: Call) -> Tensor:
+    refuse_transforms(call.tensors)
+    if not call.eager:
+        return operators.triton_op(*operators.pack(call.problem))[0]
+    return triton.attend(call.problem)
+
+
+def _why_not_blocked_decoding(call: Call) -> str | None:
+    if call.problem.q.shape[2] != 1:  # before anything that takes longer
+        return "it takes one causal query a row"
+    if call.recording:
+        return "it is forward only, and a gradient may be asked for"
+    if not call.eager:
+        return "a compiler or a transform of torch is at work"
+    return blocked_decoding.why_not(call.problem)
+
+
+def _run_blocked_decoding(call: Call) -> Tensor:
+    """Without the operator's bookkeeping, where a step takes microseconds."""
+    refuse_transforms(call.tensors)
+    if call.problem.key_padding_mask is not None:
+        check_values(call.problem)
+    out = blocked_decoding.attend(call.problem)
+    return _run_blocked(call) if out is None else out
+
+
+def _run_blocked(call: Call) -> Tensor:
+    refuse_transforms(call.tensors)
+    return operators.blocked_op(*operators.pack(call.problem))[0]
+
+
+PATHS = (
+    Path("reference", "reference", _nothing_against, _run_reference, lambda problem: False),
+    Path(
+        "sdpa",
+        "",
+        lambda call: sdpa.why_not(call.problem),
+        lambda call: sdpa.attend(call.problem),
+        lambda problem: False,
+    ),
+    Path(
+        "triton decoding",
+        "triton",
+        _why_not_triton_decoding,
+        _run_triton_decoding,
+        lambda problem: problem.may_skip and problem.key_norms is not None,
+    ),
+    Path(
+        "triton",
+        "triton",
+        lambda call: why_not_triton(call.problem.q),
+        _run_triton,
+        lambda problem: problem.may_skip,
+    ),
+    Path(
+        "blocked decoding",
+        "blocked",
+        _why_not_blocked_decoding,
+        _run_blocked_decoding,
+        lambda problem: problem.may_skip,
+    ),
+    Path("blocked", "blocked", _nothing_against, _run_blocked, lambda problem: problem.may_skip),
+)
+
+
+_NAMED = {
+    backend: tuple(path for path in PATHS if path.backend == backend)
+    for backend in ("reference", "blocked", "triton")
+}
+_AUTO_ON_GPU = tuple(path for path in PATHS if path.backend != "reference")
+_AUTO_ELSEWHERE = tuple(path for path in _AUTO_ON_GPU if path.backend != "triton")
+
+
+def _candidates(problem: Problem, backend: str) -> tuple[Path, ...]:
+    """The paths that may be chosen, in the order in which they are asked."""
+    if backend != "auto":
+        return _NAMED[backend]
+    return _AUTO_ON_GPU if problem.q.is_cuda else _AUTO_ELSEWHERE
+
+
+def choose(call: Call, backend: str) -> Path:
+    """The first path that takes the problem, or an error that says why none of a named backend does."""
+    reason = None
+    for path in _candidates(call.problem, backend):
+        reason = path.why_not(call)
+        if reason is None:
+            return path
+    reason = (reason or "").removeprefix("it ")
+    raise RuntimeError(f"backend {backend!r} {reason}: use backend='auto' or 'blocked', which run on any device")
+
+
+def attend(problem: Problem, backend: str) -> Tensor:
+    """Compute a problem with a backend."""
+    call = Call(problem)
+    return choose(call, backend).run(call)
+
+
+def backend_for(q: Tensor) -> str:
+    """The name of the backend that "auto" chooses for such queries.
+
+    Args:
+        q: [B, H, Tq, D], or any tensor of that device, dtype and last dimension.
+
+    Returns:
+        "triton" for 16- and 32-bit CUDA tensors with D of at most 256 where Triton is installed, else "blocked".
+
+    Example:
+        >>> ts.backend_for(torch.zeros(1, 8, 16, 64))
+        'blocked'
+    """
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a tensor, got {type(q).__name__}")
+    supported = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return "triton" if supported and why_not_triton(q) is None else "blocked"
+
+
+def certified_blocks(problem: Problem, block: int) -> Tensor:
+    """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
+    with torch.no_grad():
+        if backend_for(problem.q) == "triton" and Call(problem).eager:
+            found = triton.certified_blocks(problem, block)
+            if found is not None:
+                return found
+        return blocked.certified_blocks(problem, block)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How attention computes a call. Printed, it is a short text."""
+
+    backend: str  # "reference", "sdpa" (torch's own kernels), "blocked" or "triton"
+    path: str  # of the backend: "triton decoding", say
+    why_not: dict[str, str]  # path: why it was not taken
+    keys_visited: float  # share of the keys in sight, counted in blocks of 128
+
+    def __str__(self) -> str:
+        lines = [
+            f"computed by: {self.path}",
+            f"keys visited: {self.keys_visited:.1%} of those in sight, in blocks of {BLOCK}",
+            *(f"not {name}: {reason}" for name, reason in self.why_not.items()),
+        ]
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, backend: str) -> Explanation:
+    """Which path computes a problem, why not the others, and what share of keys it visits."""
+    call = Call(problem)
+    chosen = choose(call, backend)
+    why_not = {}
+    for path in PATHS:
+        if path is chosen:
+            continue
+        reason = path.why_not(call)
+        if reason is None:
+            allowed = path in _candidates(problem, backend)
+            reason = f"{chosen.name} comes first" if allowed else f"backend={backend!r} does not choose it"
+        why_not[path.name] = reason
+    share = _visited(problem) if chosen.skips(problem) else 1.0
+    return Explanation(chosen.backend or chosen.name, chosen.name, why_not, share)
+
+
+def _visited(problem: Problem) -> float:
+    windows = certified_blocks(problem, BLOCK)
+    low, high = visible_blocks(problem, BLOCK)
+    in_sight = (high - low).clamp_min(0).sum().item()
+    return (windows[..., 1] - windows[..., 0]).sum().item() / in_sight if in_sight else 1.0
