@@ -20,7 +20,7 @@ import trainshort as ts
 from tests.ops.cases import left_padding, random_case
 from tests.ops.dense import Case
 from tests.ops.test_windows_used import problem_of
-from trainshort.ops import shares, threads
+from trainshort.ops import splits, threads
 
 pytestmark = pytest.mark.skipif(threads._library() is None, reason="torch's OpenMP library was not found")
 
@@ -30,8 +30,8 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Several threads, and no problem too small or too uneven to be split."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(shares, "LEAST_WORK", 1)
-    monkeypatch.setattr(shares, "UNEVEN", 1e9)
+    monkeypatch.setattr(splits, "LEAST_WORK", 1)
+    monkeypatch.setattr(splits, "UNEVEN", 1e9)
     yield request.param
     torch.set_num_threads(before)
 
@@ -180,10 +180,10 @@ def test_uneven_or_small_problems_are_left_whole(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(threads, "available", lambda: 4)
     problem = problem_of(random_case(batch=1, heads=4, queries=64))
     even = torch.full((1, 4), 2.0**30)
-    assert len(shares.split(problem, even)) == 4
-    assert len(shares.split(problem, even * 2.0**-10)) == 1
+    assert len(splits.split_problem(problem, even)) == 4
+    assert len(splits.split_problem(problem, even * 2.0**-10)) == 1
     even[0, 2] = 2.0**34
-    assert len(shares.split(problem, even)) == 1
+    assert len(splits.split_problem(problem, even)) == 1
 
 
 class StoppedError(Exception):

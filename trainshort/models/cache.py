@@ -14,7 +14,7 @@ from torch import Tensor
 from trainshort.models.config import ModelConfig
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
-from trainshort.ops.values import vouch_for
+from trainshort.ops.values import trust_norms
 
 FIRST_CAPACITY = 256  # of a growing cache
 
@@ -52,7 +52,7 @@ class KeyValueCache:
         # Whatever the keys and the default are in: certificates rest on these.
         self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
         for kept in self.norms:
-            vouch_for(kept)
+            trust_norms(kept)
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""
@@ -75,7 +75,7 @@ class KeyValueCache:
                 larger[:, :, : old.shape[2]] = old
                 buffers[layer] = larger
         for kept in self.norms:
-            vouch_for(kept)
+            trust_norms(kept)
 
     def pad_left(self, key_padding_mask: Tensor) -> None:
         """Say which leading tokens of the rows are padding. Before the first token only."""

@@ -21,10 +21,10 @@ NEAR = 32  # queries of a tile share their near keys
 RUNS = (32, 256)  # near keys that are averaged, multiples of NEAR: few for steep slopes, many for gentle ones
 
 
-def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: Tensor) -> Tensor:
+def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor, longest: Tensor) -> Tensor:
     """A lower bound of each query's log-sum-exp, from keys close to it: float64 [B, H, Tq], or -inf.
 
-    reach: s‖q‖, [B, H, Tq]; longest: the largest ‖k - c‖, [B, Hkv].
+    query_norm: s‖q‖, [B, H, Tq]; longest: the largest ‖k - c‖, [B, Hkv].
     """
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
@@ -39,7 +39,7 @@ def near_score(problem: Problem, center: Tensor | None, reach: Tensor, longest: 
     if center is not None:
         longest = longest + 2.0 * row_norms(center)
     longest = longest.repeat_interleave(group, dim=1)[..., None]  # [B, H, 1]
-    return near - (problem.q.shape[3] + 36) * 2.0**-23 * reach * longest - 1e-5
+    return near - (problem.q.shape[3] + 36) * 2.0**-23 * query_norm * longest - 1e-5
 
 
 def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tensor:

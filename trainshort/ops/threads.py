@@ -1,8 +1,8 @@
-"""Which threads compute: several for the shares of one call, or one where there is little to do.
+"""Which threads compute: several for the splits of one call, or one where there is little to do.
 
 Torch splits every kernel over OpenMP threads, which wait for one another at its end, and wait by spinning. Where
 another process holds the core of the thread that is waited for, that takes until the scheduler's next turn:
-milliseconds, at each of hundreds of kernels. So a call is split once, into a few large shares, which torch's own
+milliseconds, at each of hundreds of kernels. So a call is split once, into a few large splits, which torch's own
 OpenMP threads take one after the other (`run`): the kernels inside are not split again, and there is one wait at the
 end. What is over in microseconds is not split at all (`one_thread`).
 

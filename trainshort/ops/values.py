@@ -73,7 +73,7 @@ def require_positive(name: str, slopes: Tensor) -> None:
 _kept_norms: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
-def vouch_for(norms: Tensor) -> None:
+def trust_norms(norms: Tensor) -> None:
     """Say that nothing negative is ever written to these norms."""
     if _has_address(norms):
         _kept_norms[norms.data_ptr()] = norms

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
-from trainshort.ops.near import near_score
+from trainshort.ops.near import lse_lower_bound
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
-from trainshort.ops.shares import Share, split
+from trainshort.ops.splits import Split, split_problem
 
 QUANTILES = (0.5, 0.9, 1.0)  # of x over a sample of queries: where the table has its edges
 FAR = 2**40  # beyond every key and every block, and exact in a double
@@ -51,7 +51,7 @@ def _certified_blocks(problem: Problem, block: int) -> Tensor:
     empty = high <= low
     heads = promising_heads(problem, block)
     if heads is not None:
-        first, last = _in_shares(problem.part(slice(None), heads), block)
+        first, last = _in_splits(problem.part(slice(None), heads), block)
         low, high = low.clone(), high.clone()
         low[:, heads] = torch.maximum(low[:, heads], first)
         high[:, heads] = torch.minimum(high[:, heads], last)
@@ -134,21 +134,21 @@ def _by_block(rows: Tensor, block: int, fill: float) -> Tensor:
     return rows.unflatten(-1, (-1, block))
 
 
-def _in_shares(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
+def _in_splits(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """_certified_sides, computed by several threads."""
     batch, heads, queries, dim = problem.q.shape
     each = float(COST * (queries + problem.k.shape[2]) * dim)
-    shares = split(problem, torch.full((batch, heads), each, dtype=torch.float64, device="cpu"))
-    if len(shares) == 1:
+    splits = split_problem(problem, torch.full((batch, heads), each, dtype=torch.float64, device="cpu"))
+    if len(splits) == 1:
         return _certified_sides(problem, block)
     first, last = (torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64) for _ in range(2))
 
-    def compute(share: Share) -> None:
-        own_first, own_last = _certified_sides(share.of(problem), block)
-        share.queries(first).copy_(own_first)
-        share.queries(last).copy_(own_last)
+    def compute(split: Split) -> None:
+        own_first, own_last = _certified_sides(split.of(problem), block)
+        split.queries(first).copy_(own_first)
+        split.queries(last).copy_(own_last)
 
-    threads.run(compute, shares)
+    threads.run(compute, splits)
     return first, last
 
 
@@ -163,16 +163,16 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
 
     with torch.no_grad():
-        reach = row_norms(problem.q).double() * (abs(problem.scale) * slack)  # x, [B, H, Tq]
+        query_norm = row_norms(problem.q).double() * (abs(problem.scale) * slack)  # x, [B, H, Tq]
         center = center_of(problem)  # [B, Hkv, D], or None
         by_block = block_norms_of(problem, block, slack) if problem.causal else None  # [B, Hkv, key blocks]
         norms = key_norms_of(problem, center, slack) if by_block is None else by_block  # [B, Hkv, Tk]
-        near = near_score(problem, center, reach, norms.amax(-1))  # [B, H, Tq]
+        near = lse_lower_bound(problem, center, query_norm, norms.amax(-1))  # [B, H, Tq]
         norms = norms.repeat_interleave(problem.q.shape[1] // norms.shape[1], dim=1)
-        edges = _edges(reach)  # [B, H, G]
+        edges = _edges(query_norm)  # [B, H, G]
         position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
         run_first, run_end = (limit[:, None] for limit in problem.key_runs())  # [B or 1, 1, Tq]
-        # Where no near key vouches for a query, it visits all that is in its sight. So does one whose x is not
+        # Where no lower bound is known, a query visits all that is in its sight. So does one whose x is not
         # finite, because then `near` is not either.
         unknown = ~torch.isfinite(near)
         stuck = unknown & (run_end > run_first)
@@ -183,7 +183,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         if any(looks_back):
             threshold = budget + past[..., None] * position + near
             tail = _Tail(norms, past, block, by_block is not None)
-            first = _skippable(tail, block, reach, edges, threshold)
+            first = _skippable(tail, block, query_norm, edges, threshold)
             needed = (run_first // block).expand_as(stuck).masked_fill(~(stuck & (position >= run_first)), FAR)
             first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
             first = first.masked_fill(~torch.tensor(looks_back, device=first.device)[:, None], 0)
@@ -195,7 +195,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
             place = blocks * block - 1 - position - problem.linear.offset
             threshold = budget + future[..., None] * place + near
             tail = _Tail(mirrored, future, block, False)
-            skipped = _skippable(tail, block, reach, edges, threshold)
+            skipped = _skippable(tail, block, query_norm, edges, threshold)
             skipped = skipped.masked_fill(~torch.tensor(looks_ahead, device=last.device)[:, None], 0)
             last = blocks - skipped
             needed = (-(-run_end // block)).expand_as(stuck).masked_fill(~(stuck & (position < run_end)), 0)
@@ -203,12 +203,12 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     return first, last
 
 
-def _edges(reach: Tensor) -> Tensor:
+def _edges(query_norm: Tensor) -> Tensor:
     """A few values of x for each head, the last at or above every finite one: float64 [B, H, G]."""
-    finite = torch.where(torch.isfinite(reach), reach, 0.0)
-    if reach.shape[2] <= BLOCK:
+    finite = torch.where(torch.isfinite(query_norm), query_norm, 0.0)
+    if query_norm.shape[2] <= BLOCK:
         return finite.amax(-1, keepdim=True).double()
-    step = max(1, reach.shape[2] // 256)
+    step = max(1, query_norm.shape[2] // 256)
     sample = finite[:, :, ::step].sort(-1).values
     picks = [round(quantile * (sample.shape[2] - 1)) for quantile in QUANTILES]
     edges = torch.cat((sample[:, :, picks], finite.amax(-1, keepdim=True)), dim=-1)
@@ -249,10 +249,10 @@ class _Tail:
         return torch.logcumsumexp(sums + self.places, dim=-1)
 
 
-def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold: Tensor) -> Tensor:
+def _skippable(tail: _Tail, block: int, query_norm: Tensor, edges: Tensor, threshold: Tensor) -> Tensor:
     """How many leading key blocks each query block may skip: int64 [B, H, query blocks].
 
-    reach, threshold [B, H, Tq]; edges [B, H, G]. A query with a threshold of infinity has no say.
+    query_norm, threshold [B, H, Tq]; edges [B, H, G]. A query with a threshold of infinity has no say.
     """
     skip = None
     below = None
@@ -260,7 +260,7 @@ def _skippable(tail: _Tail, block: int, reach: Tensor, edges: Tensor, threshold:
         x = edge[..., None]  # [B, H, 1]
         least = threshold
         if edges.shape[-1] > 1:
-            mine = reach <= x if below is None else (reach > below) & (reach <= x)
+            mine = query_norm <= x if below is None else (query_norm > below) & (query_norm <= x)
             least = threshold.masked_fill(~mine, math.inf)
         least = _by_block(least, block, fill=math.inf).amin(-1)  # [B, H, query blocks]
         count = torch.searchsorted(tail.table(x), least, right=True)

@@ -2,8 +2,8 @@
 
 A lane is one head of one row of the batch. A kernel call takes tensors of [X, Y] lanes. Two ways to fill them:
 
-    Together    the same piece of many lanes: heads that visit everything in their sight
-    Spread      pieces of equal shape at different places of one head: heads with windows of their own
+    BatchedCall    the same piece of many lanes: heads that visit everything in their sight
+    GatheredCall      pieces of equal shape at different places of one head: heads with windows of their own
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Place = tuple[int, int, int]  # row of the batch, first query, first key
 
 
 @dataclass(frozen=True)
-class Together:
+class BatchedCall:
     """One piece for a range of heads in a range of rows of the batch."""
 
     piece: Piece
@@ -69,7 +69,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Spread:
+class GatheredCall:
     """Pieces of equal shape at several places of one head."""
 
     piece: Piece

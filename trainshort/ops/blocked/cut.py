@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     still: int | None = None  # or the one position of all of them, beyond all keys (see Problem.positions)
 
 
-class Shape(NamedTuple):
+class PieceSizes(NamedTuple):
     """How large pieces may get."""
 
     rows: int  # queries of a tile: a multiple of BLOCK, or less where there are few
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
 
 
 def cut(
-    segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, beyond: int, shape: Shape
+    segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, beyond: int, sizes: PieceSizes
 ) -> list[Piece]:
     """The pieces of one segment for one head (or for all heads, where they share a window).
 
@@ -112,19 +112,19 @@ def cut(
     beyond: how far from the query the bias becomes separable.
     """
     if segment.still is not None:
-        return _cut_still(segment, sight, windows, shape)
-    step = shape.rows if windows is None else min(shape.rows, BLOCK)
+        return _cut_still(segment, sight, windows, sizes)
+    step = sizes.rows if windows is None else min(sizes.rows, BLOCK)
     runs = _runs(segment, sight, windows, step)
-    chunks = _paired(runs) if windows is not None and shape.rows >= 2 * BLOCK else [[run] for run in runs]
+    chunks = _paired(runs) if windows is not None and sizes.rows >= 2 * BLOCK else [[run] for run in runs]
     pieces: list[Piece] = []
     strip: list[list[_Rows]] = []
     for chunk in chunks:
-        if strip and chunk[-1].end - strip[0][0].row > max(shape.strip_rows, shape.rows):
-            _cut_strip(pieces, strip, segment.shift, beyond, shape)
+        if strip and chunk[-1].end - strip[0][0].row > max(sizes.strip_rows, sizes.rows):
+            _cut_strip(pieces, strip, segment.shift, beyond, sizes)
             strip = []
         strip.append(chunk)
     if strip:
-        _cut_strip(pieces, strip, segment.shift, beyond, shape)
+        _cut_strip(pieces, strip, segment.shift, beyond, sizes)
     return pieces
 
 
@@ -151,17 +151,19 @@ def _runs(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | Non
     return runs
 
 
-def _cut_still(segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, shape: Shape) -> list[Piece]:
+def _cut_still(
+    segment: Segment, sight: Sight, windows: Sequence[Sequence[int]] | None, sizes: PieceSizes
+) -> list[Piece]:
     """The pieces of queries that are all beyond their keys, on the same side."""
     assert segment.still is not None
     if sight == ("past" if segment.still < segment.key else "future"):
         return []
     pieces: list[Piece] = []
-    runs = _runs(segment._replace(shift=0), "both", windows, BLOCK if windows is not None else shape.strip_rows)
+    runs = _runs(segment._replace(shift=0), "both", windows, BLOCK if windows is not None else sizes.strip_rows)
     for run in runs:
         fresh = True
-        for key in range(run.low, run.high, shape.side_keys):
-            keys = min(shape.side_keys, run.high - key)
+        for key in range(run.low, run.high, sizes.side_keys):
+            keys = min(sizes.side_keys, run.high - key)
             pieces.append(Piece("still", run.row, run.end - run.row, key, keys, key - segment.still, fresh))
             fresh = False
     return pieces
@@ -185,7 +187,7 @@ def _paired(runs: list[_Rows]) -> list[list[_Rows]]:
     return chunks
 
 
-def _cut_strip(pieces: list[Piece], strip: list[list[_Rows]], shift: int, beyond: int, shape: Shape) -> None:
+def _cut_strip(pieces: list[Piece], strip: list[list[_Rows]], shift: int, beyond: int, sizes: PieceSizes) -> None:
     """Cut chunks that may share one piece on each side: what all of them visit, far from all of them."""
     runs = [run for chunk in strip for run in chunk]
     row, end = runs[0].row, runs[-1].end
@@ -204,23 +206,23 @@ def _cut_strip(pieces: list[Piece], strip: list[list[_Rows]], shift: int, beyond
             )
             for run in chunk
         ]
-        _cut_chunk(pieces, near, shift, beyond, shape)
+        _cut_chunk(pieces, near, shift, beyond, sizes)
         for run in chunk:
             if use_left:
-                _side(pieces, "left", run._replace(high=left[0]), shift, shape, fresh=False)
+                _side(pieces, "left", run._replace(high=left[0]), shift, sizes, fresh=False)
             if use_right:
-                _side(pieces, "right", run._replace(low=right[1]), shift, shape, fresh=False)
+                _side(pieces, "right", run._replace(low=right[1]), shift, sizes, fresh=False)
     if use_left:
-        _side(pieces, "left", _Rows(row, end, *left), shift, shape, fresh=False)
+        _side(pieces, "left", _Rows(row, end, *left), shift, sizes, fresh=False)
     if use_right:
-        _side(pieces, "right", _Rows(row, end, *right), shift, shape, fresh=False)
+        _side(pieces, "right", _Rows(row, end, *right), shift, sizes, fresh=False)
 
 
-def _cut_chunk(pieces: list[Piece], chunk: list[_Rows], shift: int, beyond: int, shape: Shape) -> None:
+def _cut_chunk(pieces: list[Piece], chunk: list[_Rows], shift: int, beyond: int, sizes: PieceSizes) -> None:
     """One tile for the keys around a chunk; where its window is too wide for that, sides beside it."""
     row, end = chunk[0].row, chunk[-1].end
     low, high = min(run.low for run in chunk), max(run.high for run in chunk)
-    if high - low <= shape.tile_keys:
+    if high - low <= sizes.tile_keys:
         tile = Piece("tile", row, end - row, low, high - low, low - row - shift, True)
         if len(chunk) == 2:
             one, two = chunk
@@ -234,16 +236,16 @@ def _cut_chunk(pieces: list[Piece], chunk: list[_Rows], shift: int, beyond: int,
         if not fresh:
             keys, distance = middle_high - middle_low, middle_low - run.row - shift
             pieces.append(Piece("tile", run.row, run.end - run.row, middle_low, keys, distance, True))
-        fresh = _side(pieces, "left", run._replace(high=middle_low), shift, shape, fresh)
-        _side(pieces, "right", run._replace(low=middle_high), shift, shape, fresh)
+        fresh = _side(pieces, "left", run._replace(high=middle_low), shift, sizes, fresh)
+        _side(pieces, "right", run._replace(low=middle_high), shift, sizes, fresh)
 
 
 def _side(
-    pieces: list[Piece], kind: Literal["left", "right"], run: _Rows, shift: int, shape: Shape, fresh: bool
+    pieces: list[Piece], kind: Literal["left", "right"], run: _Rows, shift: int, sizes: PieceSizes, fresh: bool
 ) -> bool:
     """Pieces of one side, none where it is empty. Returns whether these queries are still unwritten."""
-    for key in range(run.low, run.high, shape.side_keys):
-        keys = min(shape.side_keys, run.high - key)
+    for key in range(run.low, run.high, sizes.side_keys):
+        keys = min(sizes.side_keys, run.high - key)
         pieces.append(Piece(kind, run.row, run.end - run.row, key, keys, key - run.row - shift, fresh))
         fresh = False
     return fresh

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.bias import LARGEST_SLOPE
-from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.norms import UNDERFLOW
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.threads import one_thread
@@ -43,11 +43,11 @@ def why_not(problem: Problem) -> str | None:
     at_the_end = start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1)
     if not at_the_end or k.shape[2] == 0:
         return "the query must stand at the last key"
-    if not (engine.has_plain_rows(k) and engine.has_plain_rows(v) and engine.has_plain_rows(q)):
+    if not (piece_kernels.has_plain_rows(k) and piece_kernels.has_plain_rows(v) and piece_kernels.has_plain_rows(q)):
         return "the rows of q, k and v must be contiguous and apart"
     if mask is not None and not bool(mask[:, -1].all()):
         return "the last key must be real"
-    return None if engine.has_fused() else "this version of torch lacks the CPU kernel"
+    return None if piece_kernels.has_fused() else "this version of torch lacks the CPU kernel"
 
 
 def attend(problem: Problem) -> Tensor | None:
@@ -119,9 +119,9 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
                 for member in range(group):
                     slope = penalties[head * group + member]
                     nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
-                    reach = (nats + spare - math.log(-math.expm1(-slope))) / slope
+                    max_distance = (nats + spare - math.log(-math.expm1(-slope))) / slope
                     # NaN compares false; a score of infinity gives -infinity: all of it.
-                    low = min(low, math.floor(keys - reach) if 0.0 <= reach < keys else 0)
+                    low = min(low, math.floor(keys - max_distance) if 0.0 <= max_distance < keys else 0)
                 lows.append(low // BLOCK * BLOCK)
             rows.append(lows)
     if problem.key_padding_mask is not None:

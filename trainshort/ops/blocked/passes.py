@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
-from trainshort.ops.blocked import pieces as engine
-from trainshort.ops.blocked.calls import Place, Spread, Together, split_places
-from trainshort.ops.blocked.cut import Piece, Segment, Shape, cut, segments
+from trainshort.ops.blocked import piece_kernels
+from trainshort.ops.blocked.calls import BatchedCall, GatheredCall, Place, split_places
+from trainshort.ops.blocked.cut import Piece, PieceSizes, Segment, cut, segments
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.windows import visible_blocks
@@ -33,7 +33,7 @@ LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied tog
 class Pass:
     """One pass over one problem: its tensors as the kernels need them, and the calls to make.
 
-    lanes: rows and heads of the whole problem, of which this one may be a share.
+    lanes: rows and heads of the whole problem, of which this one may be a budget.
     """
 
     def __init__(self, problem: Problem, windows: Tensor | None, fused: bool, lanes: torch.Size) -> None:
@@ -43,40 +43,40 @@ class Pass:
         self.batch, self.heads, self.queries, self.dim = self.q.shape
         self.group = self.heads // self.k.shape[1]
         self.beyond = problem.bias_reach
-        self.shape = self._shape(*lanes)
+        self.sizes = self._sizes(*lanes)
         self.segments = segments(problem) if self.k.shape[2] and self.queries else []
         self.windows = windows
         whole = self._whole_heads()
-        together = list(self._together(whole))
-        spread = self._spread(whole)
+        together = list(self._batched_calls(whole))
+        spread = self._places(whole)
         every_piece = [call.piece for call in together] + [piece for _, _, piece in spread]
         self.bias = PieceBias(self.problem, every_piece, self.dtype)
-        self.calls: list[Together | Spread] = [*together, *self._spread_calls(spread)]
+        self.calls: list[BatchedCall | GatheredCall] = [*together, *self._gathered_calls(spread)]
         self.calls.sort(key=lambda call: not call.piece.fresh)
 
     def _usable(self, tensor: Tensor) -> Tensor:
         """In the dtype of the arithmetic, rows contiguous and apart, as the kernels need them."""
         tensor = tensor.to(self.dtype)
-        return tensor if engine.has_plain_rows(tensor) else tensor.contiguous()
+        return tensor if piece_kernels.has_plain_rows(tensor) else tensor.contiguous()
 
-    def _shape(self, batch: int, heads: int) -> Shape:
+    def _sizes(self, batch: int, heads: int) -> PieceSizes:
         """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
         length = max(self.queries, self.k.shape[2], 1)
-        if not self.fused:  # a share of the scores for each lane
-            share = max(self.queries * self.dim, length * length // (8 * max(1, batch * heads)))
-            rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= share), 16)
-            keys = max(rows, share // rows)
-            return Shape(rows, keys, rows, keys)
-        share = max(batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
-        rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= share), 32)
+        if not self.fused:  # a budget of the scores for each lane
+            budget = max(self.queries * self.dim, length * length // (8 * max(1, batch * heads)))
+            rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= budget), 16)
+            keys = max(rows, budget // rows)
+            return PieceSizes(rows, keys, rows, keys)
+        budget = max(batch * self.queries * self.dim, length * length // 8)  # elements of the tile of a head
+        rows = next((rows for rows in (TILE_ROWS, BLOCK, 64) if 2 * rows * rows <= budget), 32)
         if length <= BLOCK:
             rows = min(rows, BLOCK // 2)  # two steps of a short row follow its diagonal
         elif self.queries <= BLOCK:
             rows = min(rows, BLOCK)
         if rows > BLOCK and not math.isfinite(self.v.sum().item()):
             rows = BLOCK  # 0 * inf is not 0: keep what a query block does not visit out of its pieces
-        keys = max(min(share // rows - rows, LARGEST_TILE) // rows, 1) * rows
-        return Shape(rows, keys, max(rows, min(STRIP_ROWS, keys)), length)
+        keys = max(min(budget // rows - rows, LARGEST_TILE) // rows, 1) * rows
+        return PieceSizes(rows, keys, max(rows, min(STRIP_ROWS, keys)), length)
 
     # Which calls
 
@@ -88,11 +88,11 @@ class Pass:
         everything = torch.stack((low, high), dim=-1).masked_fill((high <= low)[..., None], 0)
         return (self.windows == everything).flatten(2).all(-1).all(0).tolist()
 
-    def _together(self, whole: list[bool]) -> Iterator[Together]:
+    def _batched_calls(self, whole: list[bool]) -> Iterator[BatchedCall]:
         """Heads that visit everything, as many at a time as a bias tile no larger than q allows."""
         sights = self.problem.sights
-        width = min(self.shape.tile_keys, self.k.shape[2]) + self.shape.rows
-        most = max(1, self.q.numel() // (self.shape.rows * width))
+        width = min(self.sizes.tile_keys, self.k.shape[2]) + self.sizes.rows
+        most = max(1, self.q.numel() // (self.sizes.rows * width))
         head = 0
         while head < self.heads:
             end = head + 1
@@ -103,10 +103,10 @@ class Pass:
                     end = end // self.group * self.group if head % self.group == 0 else head + 1
                     end = max(end, head + 1)
                 for segment in self.segments:
-                    pieces = cut(segment, sights[head], None, self.beyond, self.shape)
+                    pieces = cut(segment, sights[head], None, self.beyond, self.sizes)
                     for rows in self._rows_of(segment):
                         for piece in pieces:
-                            yield Together(piece, rows, slice(head, end), self.group)
+                            yield BatchedCall(piece, rows, slice(head, end), self.group)
             head = end
 
     def _rows_of(self, segment: Segment) -> list[slice]:
@@ -120,7 +120,7 @@ class Pass:
         rows = max(1, CACHED // (self.heads * self.queries * self.dim))
         return [slice(row, min(row + rows, self.batch)) for row in range(0, self.batch, rows)]
 
-    def _spread(self, whole: list[bool]) -> dict[tuple[int, int, Piece], list[Place]]:
+    def _places(self, whole: list[bool]) -> dict[tuple[int, int, Piece], list[Place]]:
         """Places of equal pieces: (head, row of the batch if its bias is its own, piece at 0) -> places."""
         spread: dict[tuple[int, int, Piece], list[Place]] = defaultdict(list)
         if self.windows is None or all(whole):
@@ -135,19 +135,19 @@ class Pass:
                     if segment.batch not in (None, row):
                         continue
                     sight = self.problem.sights[head]
-                    for piece in cut(segment, sight, windows[row][head], self.beyond, self.shape):
+                    for piece in cut(segment, sight, windows[row][head], self.beyond, self.sizes):
                         key = (head, row if own_bias else 0, piece._replace(row=0, key=0))
                         spread[key].append((row, piece.row, piece.key))
         return spread
 
-    def _spread_calls(self, spread: dict[tuple[int, int, Piece], list[Place]]) -> Iterator[Spread]:
+    def _gathered_calls(self, spread: dict[tuple[int, int, Piece], list[Place]]) -> Iterator[GatheredCall]:
         for (head, _, piece), every_place in spread.items():
             elements = piece.keys * self.dim
             most = max(1, min(max(2, TOGETHER // elements), self.k.numel() // elements))
             if not self.fused:  # scores are held in full
                 most = max(1, min(most, self.q.numel() // (piece.rows * piece.keys)))
             for places in split_places(every_place, most, copy=piece.keys <= LARGEST_COPY):
-                yield Spread(piece, head, self.group, places)
+                yield GatheredCall(piece, head, self.group, places)
 
     def _single_call(self) -> bool:
         """Whether one call computes the whole problem, so that its results can be taken as they are."""
@@ -157,7 +157,7 @@ class Pass:
         whole = (self.batch * self.heads, self.queries, self.k.shape[2])
         return call.piece.kind == "tile" and (call.lanes, call.piece.rows, call.piece.keys) == whole
 
-    def _cover_once(self, calls: list[Together]) -> bool:
+    def _cover_once(self, calls: list[BatchedCall]) -> bool:
         """Whether every head of every row is in exactly one of these calls."""
         if sum(call.lanes for call in calls) != self.batch * self.heads:
             return False
@@ -170,7 +170,7 @@ class Pass:
         """How many queries, of all heads, see some key."""
         return sum(call.piece.rows * call.lanes for call in self.calls if call.piece.fresh)
 
-    def _bias_of(self, call: Together | Spread) -> tuple[Tensor | None, Tensor | None]:
+    def _bias_of(self, call: BatchedCall | GatheredCall) -> tuple[Tensor | None, Tensor | None]:
         mask = self.bias.mask(call.piece, call.rows, call.heads)
         shift = self.bias.shift(call.piece, call.rows, call.heads)
         return (
@@ -179,12 +179,12 @@ class Pass:
         )
 
     def _engine(
-        self, call: Together | Spread, fused: Callable[..., Result], plain: Callable[..., Result]
+        self, call: BatchedCall | GatheredCall, fused: Callable[..., Result], plain: Callable[..., Result]
     ) -> Callable[..., Result]:
         """The function that computes a call."""
         if not self.fused:
             return plain
-        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and engine.can_hide_future(
+        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and piece_kernels.can_hide_future(
             self.problem.scale
         )
         return partial(fused, causal=causal)
@@ -195,7 +195,7 @@ class Pass:
         """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
         scale = self.problem.scale
         if into is None and self._single_call():
-            run_piece = self._engine(self.calls[0], engine.fused_forward, engine.plain_forward)
+            run_piece = self._engine(self.calls[0], piece_kernels.fused_forward, piece_kernels.plain_forward)
             return run_piece(self.q, self.k, self.v, self._bias_of(self.calls[0])[0], scale)
         if into is None or into[0].dtype != self.dtype:
             out = torch.empty_like(self.q)
@@ -207,7 +207,7 @@ class Pass:
             lse.zero_()
         for call in self.calls:
             mask, shift = self._bias_of(call)
-            run_piece = self._engine(call, engine.fused_forward, engine.plain_forward)
+            run_piece = self._engine(call, piece_kernels.fused_forward, piece_kernels.plain_forward)
             part, part_lse = run_piece(call.queries(self.q), call.keys(self.k), call.keys(self.v), mask, scale)
             if shift is not None:
                 part_lse = part_lse + shift
@@ -218,7 +218,7 @@ class Pass:
                     target.copy_(part[:, lanes])
                     target_lse.copy_(part_lse[:, lanes])
                 else:
-                    engine.merge(target, target_lse, part[:, lanes], part_lse[:, lanes])
+                    piece_kernels.merge(target, target_lse, part[:, lanes], part_lse[:, lanes])
         if not self.fused:  # a query all of whose scores are -inf: 0/0, as dense attention has it
             out.masked_fill_(torch.isneginf(lse)[..., None], math.nan)
         if into is not None and out is not into[0]:
@@ -239,13 +239,13 @@ class Pass:
         out, grad = self._usable(out), self._usable(grad)
         if into is None and self._single_call() and not want_bias:
             mask = self._bias_of(self.calls[0])[0]
-            run_piece = self._engine(self.calls[0], engine.fused_backward, engine.plain_backward)
+            run_piece = self._engine(self.calls[0], piece_kernels.fused_backward, piece_kernels.plain_backward)
             return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
         dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
         # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
         calls = sorted(self.calls, key=lambda call: -call.piece.keys)
-        covering = [call for call in calls if isinstance(call, Together) and call.piece.keys == self.k.shape[2]]
+        covering = [call for call in calls if isinstance(call, BatchedCall) and call.piece.keys == self.k.shape[2]]
         if self.group > 1 or not self._cover_once(covering):
             covering = []
         if not store_queries:
@@ -256,7 +256,7 @@ class Pass:
         for call in calls:
             mask, shift = self._bias_of(call)
             own_lse = call.queries(lse)
-            run_piece = self._engine(call, engine.fused_backward, engine.plain_backward)
+            run_piece = self._engine(call, piece_kernels.fused_backward, piece_kernels.plain_backward)
             gradients = run_piece(
                 call.queries(grad),
                 call.queries(self.q),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainshort.ops.bias import Bias
 from trainshort.ops.blocked.cut import Piece
-from trainshort.ops.blocked.pieces import sums_by_distance
+from trainshort.ops.blocked.piece_kernels import sums_by_distance
 from trainshort.ops.problem import Problem
 
 

@@ -1,8 +1,9 @@
 """Attention in pure torch with linear memory, forward and backward, on any device.
 
-Each query block visits exactly the key blocks of its certified window, cut into pieces (plan.py) that are computed
-one or several at a time (calls.py, pieces.py) and merged by their log-sum-exp (passes.py). The backward pass cuts the
-same windows, so it skips exactly what the forward pass skipped. On a CPU threads share a call (shares.py).
+Each query block visits exactly the key blocks of its certified window, cut into pieces (cut.py) that are computed
+one or several at a time (calls.py, piece_kernels.py) and merged by their log-sum-exp (passes.py). The backward pass
+cuts the same windows, so it skips exactly what the forward pass skipped. On a CPU a call is split among threads
+(splits.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from trainshort.ops import threads
 from trainshort.ops import windows as windows_module
-from trainshort.ops.blocked import decode, short
-from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.blocked import decode, piece_kernels, short
 from trainshort.ops.blocked.passes import Pass
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
-from trainshort.ops.shares import Share, shares_of
+from trainshort.ops.splits import Split, splits_of
 from trainshort.ops.windows import promising_heads
 
 EVERYTHING = -1  # in place of a window: no window was sought
@@ -89,21 +89,21 @@ def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     if windows is not None and decode.why_not(problem) is None and (done := decode.forward(problem, windows)):
         return done
     if short.fits(problem, windows):
-        with suppress(engine.SuspiciousError):
+        with suppress(piece_kernels.NonFiniteScoresError):
             return _laid_out(problem.q, *short.forward(problem))
-    shares = shares_of(problem, windows)
-    if len(shares) == 1:
-        own_out, own_lse = _forward_share(problem, windows, problem.q.shape[:2], None)
+    splits = splits_of(problem, windows)
+    if len(splits) == 1:
+        own_out, own_lse = _forward_split(problem, windows, problem.q.shape[:2], None)
         return _laid_out(problem.q, own_out, own_lse)
     out = torch.empty_like(problem.q)
     lse = out.new_empty(out.shape[:3], dtype=problem.accumulate_dtype)
 
-    def compute(share: Share) -> None:
-        own_windows = None if windows is None else share.queries(windows)
-        into = (share.queries(out), share.queries(lse))
-        _forward_share(share.of(problem), own_windows, problem.q.shape[:2], into)
+    def compute(split: Split) -> None:
+        own_windows = None if windows is None else split.queries(windows)
+        into = (split.queries(out), split.queries(lse))
+        _forward_split(split.of(problem), own_windows, problem.q.shape[:2], into)
 
-    threads.run(compute, shares)
+    threads.run(compute, splits)
     return out, lse
 
 
@@ -114,12 +114,12 @@ def _laid_out(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out if same else empty.copy_(out), lse.contiguous()
 
 
-def _forward_share(
+def _forward_split(
     problem: Problem, windows: Tensor | None, lanes: torch.Size, into: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     try:
         return Pass(problem, windows, _can_fuse(problem), lanes).forward(into)
-    except engine.SuspiciousError:
+    except piece_kernels.NonFiniteScoresError:
         return Pass(problem, windows, False, lanes).forward(into)
 
 
@@ -129,37 +129,37 @@ def backward(
     """Gradients of q, k, v and, if wanted, of the bias."""
     if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item() + grad.sum().item()):
         return (*short.backward(problem, out, lse, grad), {})
-    shares = shares_of(problem, windows)
+    splits = splits_of(problem, windows)
     with torch.autocast(problem.q.device.type, enabled=False):
-        if len(shares) == 1:
-            gradients, bias = _backward_share(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2], None)
+        if len(splits) == 1:
+            gradients, bias = _backward_split(problem, windows, out, lse, grad, want_bias, problem.q.shape[:2], None)
             dq, dk, dv = (gradient.to(problem.q.dtype) for gradient in gradients)
             return dq, dk, dv, bias.gradients() if want_bias else {}
         dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
 
-        def compute(share: Share) -> PieceBias:
-            own_windows = None if windows is None else share.queries(windows)
-            own_out, own_lse, own_grad = (share.queries(tensor) for tensor in (out, lse, grad))
-            own = (share.queries(dq), share.key_heads(dk), share.key_heads(dv))
+        def compute(split: Split) -> PieceBias:
+            own_windows = None if windows is None else split.queries(windows)
+            own_out, own_lse, own_grad = (split.queries(tensor) for tensor in (out, lse, grad))
+            own = (split.queries(dq), split.key_heads(dk), split.key_heads(dv))
             into = own if dq.dtype == problem.accumulate_dtype else None
-            gradients, bias = _backward_share(
-                share.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2], into
+            gradients, bias = _backward_split(
+                split.of(problem), own_windows, own_out, own_lse, own_grad, want_bias, problem.q.shape[:2], into
             )
             if into is None:
                 for target, gradient in zip(own, gradients, strict=True):
                     target.copy_(gradient)
             return bias
 
-        biases = threads.run(compute, shares)
+        biases = threads.run(compute, splits)
     if not want_bias:
         return dq, dk, dv, {}
     total = PieceBias(problem, [], problem.accumulate_dtype)
-    for share, bias in zip(shares, biases, strict=True):
-        total.take(bias, share.rows, share.heads)
+    for split, bias in zip(splits, biases, strict=True):
+        total.take(bias, split.rows, split.heads)
     return dq, dk, dv, total.gradients()
 
 
-def _backward_share(
+def _backward_split(
     problem: Problem,
     windows: Tensor | None,
     out: Tensor,
@@ -175,4 +175,4 @@ def _backward_share(
 
 
 def _can_fuse(problem: Problem) -> bool:
-    return problem.q.device.type == "cpu" and engine.has_fused()
+    return problem.q.device.type == "cpu" and piece_kernels.has_fused()

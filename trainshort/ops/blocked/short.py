@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trainshort.ops.blocked import pieces as engine
+from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.problem import BLOCK, Problem
 
 LONGEST = 2 * BLOCK  # beyond, pieces that follow the diagonal are as fast
@@ -29,7 +29,7 @@ def fits(problem: Problem, windows: Tensor | None) -> bool:
         and problem.bias.certifiable
         and not problem.bias.differs_by_row
         and problem.causal
-        and engine.can_hide_future(problem.scale)
+        and piece_kernels.can_hide_future(problem.scale)
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.float64)
         and k.shape == q.shape
@@ -38,21 +38,21 @@ def fits(problem: Problem, windows: Tensor | None) -> bool:
         and problem.key_padding_mask is None
         and problem.cu_seqlens is None
         and problem.query_start is None
-        and all(engine.has_plain_rows(tensor) for tensor in (q, k, v))
-        and engine.has_fused()
+        and all(piece_kernels.has_plain_rows(tensor) for tensor in (q, k, v))
+        and piece_kernels.has_fused()
         # 0 * inf is not 0: such values of blocks that a query block does not visit are to be kept from it.
         and (queries <= BLOCK or math.isfinite(v.sum().item()))
     )
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, or a SuspiciousError."""
-    return engine.fused_forward(problem.q, problem.k, problem.v, _bias(problem), problem.scale, causal=True)
+    """Output and log-sum-exp, or a NonFiniteScoresError."""
+    return piece_kernels.fused_forward(problem.q, problem.k, problem.v, _bias(problem), problem.scale, causal=True)
 
 
 def backward(problem: Problem, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out, grad = (t if engine.has_plain_rows(t) else t.contiguous() for t in (out, grad))
-    gradients = engine.fused_backward(
+    out, grad = (t if piece_kernels.has_plain_rows(t) else t.contiguous() for t in (out, grad))
+    gradients = piece_kernels.fused_backward(
         grad, problem.q, problem.k, problem.v, out, lse, _bias(problem), problem.scale, causal=True
     )
     return gradients.q, gradients.k, gradients.v

@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     scores: Tensor | None  # [X, Y, R, W], from the plain engine only
 
 
-class SuspiciousError(Exception):
+class NonFiniteScoresError(Exception):
     """The fused kernel met numbers for which it does not promise what dense attention gives."""
 
 
@@ -60,7 +60,7 @@ def fused_forward(
     # Its fast exponential turns NaN into numbers, and a row of -inf into a sum of one: both show in the lse.
     doubtful = not math.isfinite(lse.sum().item()) or torch.count_nonzero(lse).item() < lse.numel()
     if doubtful and not all(torch.isfinite(t).all() for t in (q, k)):
-        raise SuspiciousError
+        raise NonFiniteScoresError
     return out, lse
 
 
