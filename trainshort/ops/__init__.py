@@ -16,6 +16,7 @@ The functions here check their arguments and describe the call as a `Problem`; d
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -190,6 +191,9 @@ def explain(
         >>> print(ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8))))
     """
     _check_backend(backend)
+    unknown = sorted(set(attention_kwargs) - set(inspect.signature(attention).parameters))
+    if unknown:
+        raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
     problem = make_problem(q, k, v, bias, **attention_kwargs)
     check_values(problem)
     return dispatch.explain(problem, backend)
