@@ -57,8 +57,8 @@ def run(flags: Flags) -> None:
     import torch
 
     from trainshort.cli.shown import bench_heading, bench_notes, bench_row, waiting
-    from trainshort.data.files import write_json
-    from trainshort.evaluation.evaluate import device_for
+    from trainshort.common.devices import device_for
+    from trainshort.common.files import write_json
     from trainshort.experiments.bench import WAYS, about, measure
 
     if flags.threads is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.data.machine import Waiting
+from trainshort.common.machine import Waiting
 from trainshort.ops import alibi_attention, alibi_slopes, certified_windows
 
 LEAST = 3  # times that each is measured
