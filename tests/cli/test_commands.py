@@ -153,9 +153,9 @@ def test_bench_shows_each_row_as_it_is_measured(capsys: Capture, monkeypatch: py
 
     measure, shown = module.measure, list[str]()
 
-    def measured(length: int, **more: Any) -> dict[str, Any]:
+    def measured(case: module.Case, **more: Any) -> dict[str, Any]:
         shown.append(capsys.readouterr().out)
-        return measure(length, **more) | {"waiting": 0.4 if length == 200 else 0.0}
+        return measure(case, **more) | {"waiting": 0.4 if case.length == 200 else 0.0}
 
     monkeypatch.setattr(module, "measure", measured)
     words = ["bench", "--lengths", 64, 200, "--heads", 2, "--head-dim", 16, "--tokens", 400, "--seconds", 0.01]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.run_cli import run_cli
-from trainshort.data.files import sha256
+from trainshort.common.files import sha256
 
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[dict[str, Any]], Any]

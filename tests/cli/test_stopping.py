@@ -118,7 +118,7 @@ def test_compare(capsys: Capture, prepared: Path, tmp_path: Path, monkeypatch: P
 def test_train_before_its_first_step(capsys: Capture, prepared: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     import trainshort.training.train as module
 
-    monkeypatch.setattr(module, "_device", terminated_at(1, module._device))
+    monkeypatch.setattr(module, "device_for", terminated_at(1, module.device_for))
     words = ["train", "--data", prepared, "--out", tmp_path / "run", "--length", 16, "--batch-tokens", 64]
     words += ["--num-layers", 1, "--d-model", 16, "--num-heads", 2, "--steps", 3, "--device", "cpu"]
     told = stopped(capsys, *words)

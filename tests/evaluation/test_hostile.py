@@ -9,8 +9,8 @@ import pytest
 
 import trainshort as ts
 from tests.hostile_json import EVERY, survives
+from trainshort.common.files import write_json
 from trainshort.data import PrepareConfig
-from trainshort.data.files import write_json
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.records import add_record, read_records
 from trainshort.evaluation.runs import open_run

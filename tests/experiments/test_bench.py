@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import trainshort as ts
-from trainshort.experiments.bench import about, dense_bias, measure
+from trainshort.experiments.bench import Case, about, dense_bias, measure
 
-SHAPES = {
-    "batch": 2,
-    "heads": 2,
-    "head_dim": 8,
-    "dtype": torch.float32,
-    "device": torch.device("cpu"),
-    "seconds": 0.001,
-}
+CASE = Case(
+    length=40,
+    batch=2,
+    heads=2,
+    head_dim=8,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+    backward=False,
+)
 
 
 def test_the_dense_table_is_alibi() -> None:
@@ -28,7 +31,7 @@ def test_the_dense_table_is_alibi() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_way_is_measured(backward: bool) -> None:
-    record = measure(40, **SHAPES, backward=backward, dense=True)
+    record = measure(replace(CASE, backward=backward), seconds=0.001, dense=True)
     assert list(record["ms"]) == ["trainshort", "dense bias", "row bias", "no bias"]
     assert all(time is not None and time > 0 for time in record["ms"].values())
 
@@ -42,7 +45,7 @@ def test_what_torch_cannot_do_here_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         return kernel(*inputs, attn_mask=attn_mask, **more)
 
     monkeypatch.setattr("trainshort.experiments.bench.F.scaled_dot_product_attention", refuses_masks)
-    record = measure(40, **SHAPES, backward=False, dense=False)
+    record = measure(CASE, seconds=0.001, dense=False)
     assert record["ms"]["row bias"] is None
     assert record["why"]["row bias"] == "no mask with is_causal"
     assert "too large" in record["why"]["dense bias"]

@@ -8,8 +8,8 @@ import pytest
 
 from tests.experiments.test_compare import data as data
 from tests.experiments.test_compare import small
-from trainshort.data import progress as lines_module
-from trainshort.data.progress import byte_bar, time_left
+from trainshort.common import progress as lines_module
+from trainshort.data.progress import byte_bar
 from trainshort.evaluation.progress import evaluation_progress
 from trainshort.experiments import watching
 from trainshort.experiments.compare import compare
@@ -26,13 +26,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def run(number: int, seed: int) -> Planned:
     return Planned(number, 12, TrainConfig(data="d", out="o", length=64, batch_tokens=64, steps=100, seed=seed))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.1, "1 s"), (31, "30 s"), (240, "4 min"), (3000, "50 min"), (9000, "2.5 h")]
-)
-def test_times_are_rounded(seconds: float, text: str) -> None:
-    assert time_left(seconds) == f"about {text} left"
 
 
 def test_what_is_left_is_guessed_from_the_last_part(clock: list[float]) -> None:
@@ -102,7 +95,7 @@ def test_on_a_terminal_there_are_bars(clock: list[float], monkeypatch: pytest.Mo
     monkeypatch.setattr(watching.sys.stderr, "isatty", lambda: True)
     with Board([run(1, 0)], Watcher(say=lambda text: None)) as board:
         board.step(run(1, 0), 10, 3.0, False)
-        (task,) = board.bar.tasks
+        (task,) = board.progress.tasks
         assert (task.description, task.completed, task.total) == ("run 1 of 12, alibi at 64, seed 0", 10, 100)
         board.finished(run(1, 0))
-        assert board.bar.tasks == []
+        assert board.progress.tasks == []

@@ -84,4 +84,9 @@ def test_the_report_knows_files_and_nothing_else_of_the_library() -> None:
     folder = Path(trainshort.__file__).parent / "report"
     text = "".join(path.read_text() for path in folder.glob("*.py"))
     used = set(re.findall(r"(?:from|import) trainshort\.([\w.]+)", text))
-    assert {name for name in used if not name.startswith("report")} == {"data.files", "reading"}
+    assert {name for name in used if not name.startswith("report")} == {
+        "common.checks",
+        "common.files",
+        "common.machine",
+        "common.reading",
+    }

@@ -12,7 +12,7 @@ import pytest
 
 from tests.hostile_json import EVERY, opened, survives
 from tests.training.small import small_config
-from trainshort.data.files import sha256
+from trainshort.common.files import sha256
 from trainshort.training.batches import Batches
 from trainshort.training.metrics import read_metrics
 from trainshort.training.run import RunFolder

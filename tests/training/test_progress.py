@@ -5,27 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainshort.training import progress
-from trainshort.training.progress import Pace, TrainProgress
-
-
-def test_the_pace_is_that_of_the_last_seconds() -> None:
-    pace = Pace(0, 100.0)
-    now, found = 100.0, 0.0
-    for step in range(1, 101):  # a fast beginning: 0.1 s a step
-        now += 0.1
-        found = pace.add(step, now)
-    assert found == pytest.approx(0.1)
-    for step in range(101, 141):  # then slow: 0.5 s a step, for 20 s
-        now += 0.5
-        found = pace.add(step, now)
-    assert found == pytest.approx(0.5)  # since the start it would be 0.21
-
-
-def test_a_step_that_takes_longer_than_that_counts_alone() -> None:
-    pace = Pace(0, 0.0)
-    pace.add(1, 1.0)
-    assert pace.add(2, 61.0) == pytest.approx(60.0)
-    assert pace.add(3, 91.0) == pytest.approx(30.0)
+from trainshort.training.progress import TrainProgress
 
 
 def test_the_line_shows_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,15 @@ def test_flags_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"train\.json: no such file; a run is started with trainshort train"):
         flags(out=str(tmp_path / "none"), resume=True).config()
     assert flags(out=str(tmp_path / "none"), data="data", resume=True).config().data == "data"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_of_a_run_are_for_those_whom_the_umask_allows(data: Path, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = train(small_config(data, tmp_path / "run", steps=2), progress=False)
+    finally:
+        os.umask(before)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}

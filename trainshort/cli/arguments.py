@@ -15,7 +15,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from trainshort.cli.errors import UsageError, did_you_mean
+from trainshort.cli.errors import UsageError
+from trainshort.common.messages import did_you_mean
 
 WIDTH = 110
 NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=", 1)[0]
             if not name.startswith("-") or name == "-" or name in known or _is_number(name) or " " in name:
                 continue
-            raise UsageError(f"there is no flag {name}{did_you_mean(name, known)}")
+            raise UsageError(f"there is no flag {name}{did_you_mean(name, known, typed=True)}")
 
 
 def add_fields(parser: Parser, cls: Any) -> None:
@@ -119,7 +120,7 @@ def _converter(kind: Any, optional: bool, choices: list[str] | None) -> Callable
             return None
         if choices is not None and text not in choices:
             raise argparse.ArgumentTypeError(
-                f"must be one of {', '.join(choices)}; got {text!r}{did_you_mean(text, choices)}"
+                f"must be one of {', '.join(choices)}; got {text!r}{did_you_mean(text, choices, typed=True)}"
             )
         try:
             return int(text.replace("_", "")) if kind is int else kind(text)

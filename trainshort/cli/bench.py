@@ -57,9 +57,9 @@ def run(flags: Flags) -> None:
     import torch
 
     from trainshort.cli.shown import bench_heading, bench_notes, bench_row, waiting
-    from trainshort.data.files import write_json
-    from trainshort.evaluation.evaluate import device_for
-    from trainshort.experiments.bench import WAYS, about, measure
+    from trainshort.common.devices import device_for
+    from trainshort.common.files import write_json
+    from trainshort.experiments.bench import WAYS, Case, about, measure
 
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
@@ -77,18 +77,17 @@ def run(flags: Flags) -> None:
 
     with on_stop(left):
         for length in flags.lengths:
+            case = Case(
+                length=length,
+                batch=max(1, flags.tokens // length),
+                heads=flags.heads,
+                head_dim=flags.head_dim,
+                dtype=dtype,
+                device=device,
+                backward=flags.backward,
+            )
             with waiting(f"{length:,} tokens"):
-                record = measure(
-                    length,
-                    batch=max(1, flags.tokens // length),
-                    heads=flags.heads,
-                    head_dim=flags.head_dim,
-                    dtype=dtype,
-                    device=device,
-                    backward=flags.backward,
-                    seconds=flags.seconds,
-                    dense=length <= flags.dense_up_to,
-                )
+                record = measure(case, seconds=flags.seconds, dense=length <= flags.dense_up_to)
             records.append(record)
             print(bench_row(record), flush=True)
             if flags.out is not None:

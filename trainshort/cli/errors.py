@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import re
 from collections.abc import Iterable
@@ -13,12 +12,6 @@ PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileE
 
 class UsageError(Exception):
     """What was typed cannot be understood: exit status 2."""
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A hint at the nearest of the known names, or nothing."""
-    near = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def name_flags(text: str, fields: Iterable[str]) -> str:

@@ -57,8 +57,8 @@ class Stream:
 def run(flags: Flags) -> None:
     import torch
 
+    from trainshort.common.devices import device_for
     from trainshort.data import load_tokenizer
-    from trainshort.evaluation.evaluate import device_for
     from trainshort.models import LanguageModel, load
 
     dtype = None if flags.dtype is None else getattr(torch, flags.dtype)

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import trainshort
 from trainshort.cli.arguments import Parser, add_fields, read
-from trainshort.cli.errors import INTERRUPTED, UsageError, did_you_mean, name_flags, sentence
+from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
+from trainshort.common.messages import did_you_mean
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -45,7 +46,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if not words or words[0].startswith("-"):
             return _without_command(words)
         if words[0] not in COMMANDS:
-            nearest = did_you_mean(words[0], COMMANDS)
+            nearest = did_you_mean(words[0], COMMANDS, typed=True)
             raise UsageError(f"there is no command {words[0]!r}{nearest} (there are {', '.join(COMMANDS)})")
         name = f"trainshort {words[0]}"
         with terminable(name):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trainshort.data.machine import LOADED, in_words
+from trainshort.common.machine import LOADED, in_words
 
 Record = Mapping[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainshort.data.settings import Settings
+from trainshort.common.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainshort.common.files import sha256
+from trainshort.common.reading import file_size
 from trainshort.data.counts import Counts
-from trainshort.data.files import sha256
 from trainshort.data.meta import DTYPES, read_meta
 from trainshort.data.split import DOCUMENTS, NAMED, PASSAGES
 from trainshort.data.tokenizer import Tokenizer, load_tokenizer
-from trainshort.reading import file_size
 
 _HELP = "a folder of tokens is made by prepare: trainshort prepare book.txt --out data"
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainshort.common.tokenizer_json import package_errors
 from trainshort.data.counts import SPACE
 from trainshort.data.meta import DTYPES, dtype_name
 from trainshort.data.text import Part, small_pieces
 from trainshort.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from trainshort.tokenizer_json import package_errors
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainshort.reading import Fields, read_json
+from trainshort.common.checks import LARGEST_SIZE
+from trainshort.common.fields import Fields
+from trainshort.common.reading import read_json
 
 FORMAT = "trainshort-data"
 VERSION = 1
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # the only ones that are written, and so the only ones that are read
 FILES = ("tokens.bin", "documents.bin", "spans.bin", "tokenizer.json")
 COUNTS = ("documents", "bytes", "words")
-LARGEST_VOCABULARY = 2**31 - 1
 
 
 def read_meta(path: Path, what: str) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def read_meta(path: Path, what: str) -> dict[str, Any]:
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         raise ValueError(f"{path}: not the meta.json of a prepared folder of version {VERSION}; {what}")
     meta = Fields(values, str(path), what)
-    vocabulary = meta.whole("vocab_size", 1, LARGEST_VOCABULARY)
+    vocabulary = meta.whole("vocab_size", 1, LARGEST_SIZE)
     meta.whole("end_id", 0, vocabulary - 1)
     meta.flag("spans")
     meta.text("tokenizer")

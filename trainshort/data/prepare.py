@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from trainshort.common.files import free_space, is_full, push_to_disk, remove_partials, write_json
 from trainshort.data.config import PrepareConfig
 from trainshort.data.counts import Counts
 from trainshort.data.encode import token_dtype
-from trainshort.data.files import free_space, is_full, push_to_disk, remove_partials, write_json
 from trainshort.data.meta import COUNTS, FILES, FORMAT, VERSION
 from trainshort.data.progress import byte_bar
 from trainshort.data.sources import HF, Sources, hub_name, load_hub

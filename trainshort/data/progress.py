@@ -1,4 +1,4 @@
-"""Signs of life: a bar on a terminal, and elsewhere a line now and then."""
+"""How far a text is read, in bytes: a bar on a terminal, and elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -7,31 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainshort.common.progress import Lines, time_left
+
 MEGABYTE = 1e6
-LINE_EVERY = 15.0  # seconds, where there is no terminal
-
-
-class Lines:
-    """Says whether it is time for another line. The first comes after a while: what is quick needs none."""
-
-    def __init__(self, every: float = LINE_EVERY) -> None:
-        self.every, self.last = every, time.monotonic()
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now - self.last < self.every:
-            return False
-        self.last = now
-        return True
-
-
-def time_left(seconds: float) -> str:
-    """`about 4 min left`, as exactly as such guesses are."""
-    if seconds < 90:
-        return f"about {max(1, round(seconds / 5) * 5)} s left"
-    if seconds < 90 * 60:
-        return f"about {round(seconds / 60)} min left"
-    return f"about {seconds / 3600:.1f} h left"
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from trainshort.data.settings import did_you_mean
+from trainshort.common.messages import did_you_mean, shown
+from trainshort.common.reading import parse_json
 from trainshort.data.text import BLOCK, Part, parts_of_documents, parts_of_text, parts_of_texts
-from trainshort.reading import parse_json, shown
 
 STDLIB = "stdlib"
 HF = "hf:"

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainshort.data.files import write_text
-from trainshort.data.settings import did_you_mean
-from trainshort.reading import parse_json
-from trainshort.tokenizer_json import package_errors, parse_tokenizer, read_tokenizer_text
+from trainshort.common.files import write_text
+from trainshort.common.messages import did_you_mean
+from trainshort.common.reading import parse_json
+from trainshort.common.tokenizer_json import package_errors, parse_tokenizer, read_tokenizer_text
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")

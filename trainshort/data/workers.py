@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from trainshort.common.machine import cores
 from trainshort.data.encode import Encoded, encode
 from trainshort.data.text import Part
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from_text
@@ -33,7 +34,7 @@ def encode_all(
     batches: Iterator[tuple[_Label, list[Part]]], tokenizer: Tokenizer, *, spans: bool, workers: int | None
 ) -> Iterator[tuple[_Label, Encoded]]:
     """Encode labelled batches, in their order. Bytes need no other processes: numpy is faster than any pipe."""
-    count = workers or available_cores()
+    count = workers or cores()
     if isinstance(tokenizer, ByteTokenizer) or count == 1:
         for label, parts in batches:
             yield label, encode(tokenizer, parts, spans=spans)
@@ -48,10 +49,6 @@ def encode_all(
         while waiting:
             done, future = waiting.popleft()
             yield done, future.result()
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Pool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainshort.data.settings import Settings
+from trainshort.common.checks import is_int
+from trainshort.common.settings import Settings
 
 BLOCK = 128  # attention works in blocks of this many keys
 MODES = ("nonoverlapping", "sliding")
@@ -79,7 +80,7 @@ class EvaluateConfig(Settings):
 
     @staticmethod
     def _at_least(name: str, value: object, least: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_int(value) or value < least:
             raise ValueError(f"{name} must be at least {least}, as a whole number; got {value!r}")
 
     def stride_of(self, length: int) -> int:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trainshort.data.machine import Waiting
+from trainshort.common.devices import device_for
+from trainshort.common.machine import Waiting
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
@@ -115,19 +116,6 @@ def evaluate(
     finally:
         network.train(training)
     return records
-
-
-def device_for(name: str | None) -> torch.device:
-    """The device of that name, or the best there is."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: torch finds no GPU here; leave device (--device) out, or use cpu")
-    return device
 
 
 def _loaded(folder: Path, config: EvaluateConfig) -> LanguageModel:

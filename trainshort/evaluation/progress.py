@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainshort.data.progress import Lines
+from trainshort.common.progress import Lines
 
 
 @contextmanager

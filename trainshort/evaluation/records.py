@@ -11,8 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trainshort.data.files import read_json, sha256, write_json
-from trainshort.reading import Fields
+from trainshort.common.fields import Fields
+from trainshort.common.files import sha256, write_json
+from trainshort.common.reading import read_json
 
 FORMAT, VERSION = "trainshort evaluation", 2
 NAME = "evaluation.json"

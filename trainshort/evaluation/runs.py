@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainshort.common.fields import Fields
+from trainshort.common.reading import file_size, read_json
 from trainshort.data import TokenData
-from trainshort.data.files import read_json
-from trainshort.reading import Fields, file_size
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 

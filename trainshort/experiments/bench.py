@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +14,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.data.machine import Waiting
+from trainshort.common.machine import Waiting
 from trainshort.ops import alibi_attention, alibi_slopes, certified_windows
 
 LEAST = 3  # times that each is measured
 WAYS = ("trainshort", "dense bias", "row bias", "no bias")
 
 
-def measure(
-    length: int,
-    *,
-    batch: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backward: bool,
-    seconds: float,
-    dense: bool,
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The inputs that attention is measured on. backward: forward and backward together."""
+
+    length: int
+    batch: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    backward: bool
+
+    def tensors(self) -> list[Tensor]:
+        """Random q, k and v, the same for every call: [B, H, N, D]."""
+        torch.manual_seed(self.length)
+        shape = (self.batch, self.heads, self.length, self.head_dim)
+        made = (torch.randn(shape, device=self.device).to(self.dtype) for _ in range(3))
+        return [tensor.requires_grad_(self.backward) for tensor in made]
+
+
+def measure(case: Case, *, seconds: float, dense: bool) -> dict[str, Any]:
     """Median milliseconds of each way, None for those that cannot run here, with the reason in `why`.
 
+    seconds: to go on measuring for. dense: whether to try the whole table of biases.
     waiting: the part of the time that threads waited for a core.
     """
-    torch.manual_seed(length)
-    q, k, v = (
-        torch.randn(batch, heads, length, head_dim, device=device).to(dtype).requires_grad_(backward)
-        for _ in range(3)
-    )
-    grad = torch.randn_like(q) if backward else None
-    slopes = alibi_slopes(heads, device)
-    row = (slopes[:, None] * torch.arange(length, device=device)).view(1, heads, 1, length).to(dtype)
-    table = dense_bias(slopes, length, dtype) if dense else None
-    ways: dict[str, Callable[[], Tensor]] = {
-        "trainshort": lambda: alibi_attention(q, k, v, slopes),
-        "dense bias": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=table),
-        "row bias": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=row, is_causal=True),
-        "no bias": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    }
-    why: dict[str, str] = {}
-    if not dense:
-        del ways["dense bias"]
-        why["dense bias"] = "its table would be too large at this length (--dense-up-to)"
+    q, k, v = case.tensors()
+    grad = torch.randn_like(q) if case.backward else None
+    slopes = alibi_slopes(case.heads, case.device)
+    ways = _ways(q, k, v, slopes, dense=dense)
     calls = {name: _with_gradients(way, (q, k, v), grad) for name, way in ways.items()}
+    why = {} if dense else {"dense bias": "its table would be too large at this length (--dense-up-to)"}
     times: dict[str, list[float]] = {}
     for name, call in calls.items():
         try:
-            _milliseconds(call, device)  # warms up
+            _milliseconds(call, case.device)  # warms up
             times[name] = []
         except RuntimeError as error:  # a mask that a kernel does not take, or no memory for it
             if name == "trainshort":
@@ -68,13 +65,31 @@ def measure(
     begin, waiting = time.perf_counter(), Waiting()
     while len(times["trainshort"]) < LEAST or time.perf_counter() - begin < seconds:
         for name, found in times.items():
-            found.append(_milliseconds(calls[name], device))
+            found.append(_milliseconds(calls[name], case.device))
     share = waiting.share()
-    windows = certified_windows(q.detach(), k.detach(), slopes)
-    blocks = -(-length // 128)
-    kept = int((windows[..., 1] - windows[..., 0]).sum()) / (batch * heads * blocks * (blocks + 1) / 2)
+    kept = _kept(certified_windows(q.detach(), k.detach(), slopes))
     medians = {name: round(statistics.median(times[name]), 4) if name in times else None for name in WAYS}
-    return {"length": length, "batch": batch, "kept": round(kept, 4), "ms": medians, "why": why, "waiting": share}
+    return {"length": case.length, "batch": case.batch, "kept": kept, "ms": medians, "why": why, "waiting": share}
+
+
+def _ways(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, *, dense: bool) -> dict[str, Callable[[], Tensor]]:
+    """What is compared, by name."""
+    length = q.shape[2]
+    row = (slopes[:, None] * torch.arange(length, device=q.device)).view(1, -1, 1, length).to(q.dtype)
+    ways: dict[str, Callable[[], Tensor]] = {"trainshort": lambda: alibi_attention(q, k, v, slopes)}
+    if dense:
+        table = dense_bias(slopes, length, q.dtype)
+        ways["dense bias"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=table)
+    ways["row bias"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=row, is_causal=True)
+    ways["no bias"] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return ways
+
+
+def _kept(windows: Tensor) -> float:
+    """The part of the causal key blocks that windows [B, H, blocks, 2] visit."""
+    batch, heads, blocks = windows.shape[:3]
+    visited = int((windows[..., 1] - windows[..., 0]).sum())
+    return round(visited / (batch * heads * blocks * (blocks + 1) / 2), 4)
 
 
 def dense_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainshort.common.machine import in_words
 from trainshort.data import PrepareConfig, TokenData
-from trainshort.data.machine import in_words
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.evaluate import evaluate

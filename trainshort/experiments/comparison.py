@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import trainshort
+from trainshort.common.files import write_json
+from trainshort.common.reading import read_json
 from trainshort.data import TokenData
-from trainshort.data.files import read_json, write_json
 from trainshort.evaluation.records import Record, key_of
 from trainshort.experiments.config import CompareConfig
 from trainshort.training import TrainConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainshort.data.settings import Settings
+from trainshort.common.checks import is_int
+from trainshort.common.settings import Settings
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.training.config import TrainConfig
 from trainshort.training.recipes import RECIPES as SIZES
@@ -79,7 +80,7 @@ class CompareConfig(Settings):
         for name in ("length", "seeds", "multiples", "test_lengths"):
             values = tuple(dict.fromkeys(getattr(self, name)))
             least = 0 if name == "seeds" else 1
-            if any(isinstance(value, bool) or not isinstance(value, int) or value < least for value in values):
+            if any(not is_int(value) or value < least for value in values):
                 raise ValueError(f"{name} must be whole numbers of at least {least}; got {list(values)}")
             object.__setattr__(self, name, values)
         self.check()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from trainshort.data.machine import cores
+from trainshort.common.machine import cores
 from trainshort.experiments.watching import QUIET, Board, Planned, Watcher
 from trainshort.positions import import_file
 from trainshort.positions.imported import imported_files, origin_of

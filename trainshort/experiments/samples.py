@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from trainshort.common.devices import device_for
+from trainshort.common.files import write_json
+from trainshort.common.reading import read_json
 from trainshort.data import TokenData, load_tokenizer
-from trainshort.data.files import read_json, write_json
-from trainshort.evaluation.evaluate import device_for
 from trainshort.evaluation.records import fingerprint
 from trainshort.models import LanguageModel, load
 

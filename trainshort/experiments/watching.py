@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from trainshort.data.progress import Lines, time_left
+from trainshort.common.progress import Lines, Pace, StepBars, time_left
 from trainshort.evaluation.evaluate import Progress
 from trainshort.evaluation.progress import evaluation_progress
 from trainshort.training.config import TrainConfig
@@ -59,59 +56,37 @@ class Remaining:
 
     def __init__(self, work: float) -> None:
         self.left, self.done = work, 0.0
-        self.seen = deque([(time.monotonic(), 0.0)])
+        self.pace = Pace(0.0, time.monotonic(), recent=RECENT)
 
     def add(self, work: float) -> None:
-        now = time.monotonic()
         self.left, self.done = max(0.0, self.left - work), self.done + work
-        self.seen.append((now, self.done))
-        while len(self.seen) > 2 and now - self.seen[1][0] >= RECENT:
-            self.seen.popleft()
+        self.pace.add(self.done, time.monotonic())
 
     def skip(self, work: float) -> None:
         """Work that was done before; and what came before any is no sign of how long the rest takes."""
         self.left = max(0.0, self.left - work)
         if not self.done:
-            self.seen = deque([(time.monotonic(), 0.0)])
+            self.pace = Pace(0.0, time.monotonic(), recent=RECENT)
 
     def __str__(self) -> str:
         """`, about 4 min left`, or nothing where nobody can know or nothing is left."""
-        (then, before), (now, done) = self.seen[0], self.seen[-1]
-        if done <= before or not self.left:
-            return ""
-        return f", {time_left((now - then) / (done - before) * self.left)}"
+        seconds = self.pace.seconds
+        return "" if seconds is None or not self.left else f", {time_left(seconds * self.left)}"
 
 
-class Board:
+class Board(StepBars):
     """Several runs that are trained at once: a bar each on a terminal, elsewhere a line each now and then."""
 
     def __init__(self, runs: Sequence[Planned], watcher: Watcher) -> None:
+        super().__init__(show=watcher.progress, width=20)
         self.watcher = watcher
         self.steps = {run.number: 0 for run in runs}
         self.remaining = Remaining(sum(run.training.steps * run.training.batch_tokens for run in runs))
         self.lines: dict[int, Lines] = {}
-        self.bar: Any = None
-        self.tasks: dict[int, Any] = {}
-
-    def __enter__(self) -> Board:
-        if self.watcher.progress and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn())
-            self.bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True))
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
     def say(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False)
+        if self.shown:
+            super().say(text)
         else:
             self.watcher.say(text)
 
@@ -124,10 +99,8 @@ class Board:
             return
         self.remaining.add(work)
         figures = f"loss {loss:.4f}{self.remaining}"
-        if self.bar is not None:
-            if run.number not in self.tasks:
-                self.tasks[run.number] = self.bar.add_task(run.title, total=run.training.steps, figures="")
-            self.bar.update(self.tasks[run.number], completed=step, figures=figures)
+        if self.shown:
+            self.set_bar(run.title, step, run.training.steps, figures)
         elif self.lines.setdefault(run.number, Lines()).due():
             self.watcher.say(f"{run.title}: step {step} of {run.training.steps}, {figures} in all")
 
@@ -135,5 +108,4 @@ class Board:
         self.remaining.add((run.training.steps - self.steps[run.number]) * run.training.batch_tokens)
         self.steps[run.number] = run.training.steps
         self.say(f"{run.title}: trained{self.remaining}")
-        if self.bar is not None and run.number in self.tasks:
-            self.bar.remove_task(self.tasks.pop(run.number))
+        self.remove_bar(run.title)

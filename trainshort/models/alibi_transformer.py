@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainshort.common.checks import is_size
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Block, Context
 from trainshort.models.model import materialize_tables
 from trainshort.positions import build_position
-from trainshort.positions.options import is_size
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from trainshort.common.checks import LARGEST_SIZE, is_finite, is_size
+from trainshort.common.settings import Settings, check_type
 from trainshort.positions import Shape, build_position, plain_options
-from trainshort.positions.options import LARGEST, is_finite, is_size
-from trainshort.reading import parse_json
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
 NORM_PLACES = ("pre", "post")
+OPTIONAL_SIZES = ("num_kv_heads", "head_dim", "d_ff", "max_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """A transformer. Fields that are None follow from the others.
 
     position: a name from trainshort.positions; position_options: its options, such as {"trainable": True}.
@@ -65,17 +64,39 @@ class ModelConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads"):
-            self._positive(name)
-        for name in ("num_kv_heads", "head_dim", "d_ff", "max_length"):
-            if getattr(self, name) is not None:
-                self._positive(name)
+        self._check_sizes()
         for each in fields(self):
-            self._check_type(each.name, str(each.type))
-        if not 0 <= self.token_types <= LARGEST:
-            raise ValueError(f"token_types must lie in [0, {LARGEST}], got {self.token_types}")
+            check_type(each.name, str(each.type), getattr(self, each.name))
+        self._check_numbers()
+        self._check_heads()
+        self._check_layout()
+        options = plain_options(self.position, self.position_options)
+        object.__setattr__(self, "position_options", options)  # what JSON gives back
+        with torch.device("meta"):  # refuses what it cannot build, and needs no memory or random numbers for it
+            build_position(self.position, self.position_shape, self.position_options)
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", *OPTIONAL_SIZES):
+            value = getattr(self, name)
+            if not is_size(value) and not (value is None and name in OPTIONAL_SIZES):
+                limit = f" of at most {LARGEST_SIZE}" if isinstance(value, int) and value > LARGEST_SIZE else ""
+                raise ValueError(f"{name} must be a positive int{limit}, got {value!r}")
+
+    def _check_numbers(self) -> None:
+        if not 0 <= self.token_types <= LARGEST_SIZE:
+            raise ValueError(f"token_types must lie in [0, {LARGEST_SIZE}], got {self.token_types}")
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.clip_qkv is not None and not self.clip_qkv > 0:
+            raise ValueError(f"clip_qkv must be positive or None, got {self.clip_qkv}")
+        for name in ("norm_eps", "attention_scale", "clip_qkv"):
+            value = getattr(self, name)
+            if value is not None and not is_finite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+
+    def _check_heads(self) -> None:
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads unless head_dim is given, "
@@ -85,41 +106,16 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.kv_heads}"
             )
+
+    def _check_layout(self) -> None:
+        """Which kinds of layers there are, and how they are put together."""
         for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("norm_place", NORM_PLACES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if self.clip_qkv is not None and not self.clip_qkv > 0:
-            raise ValueError(f"clip_qkv must be positive or None, got {self.clip_qkv}")
-        for name in ("norm_eps", "attention_scale", "clip_qkv"):
-            value = getattr(self, name)
-            if value is not None and not is_finite(value):
-                raise ValueError(f"{name} must be finite, got {value}")
         if self.norm_place == "post" and self.parallel_residual:
             raise ValueError("parallel_residual needs norm_place 'pre'")
         if self.parallel_norms and not self.parallel_residual:
             raise ValueError("parallel_norms needs parallel_residual")
-        options = plain_options(self.position, self.position_options)
-        object.__setattr__(self, "position_options", options)  # what JSON gives back
-        with torch.device("meta"):  # refuses what it cannot build, and needs no memory or random numbers for it
-            build_position(self.position, self.position_shape, self.position_options)
-
-    def _check_type(self, name: str, declared: str) -> None:
-        """Booleans are no numbers and strings are neither: JSON written by hand often has it otherwise."""
-        value = getattr(self, name)
-        kinds = declared.removesuffix(" | None")
-        if (value is None and kinds != declared) or kinds not in ("int", "float", "bool", "str"):
-            return
-        wanted: tuple[type, ...] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[kinds]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kinds != "bool"):
-            raise ValueError(f"{name} must be {declared}, got {value!r}")
-
-    def _positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not is_size(value):
-            limit = f" of at most {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
-            raise ValueError(f"{name} must be a positive int{limit}, got {value!r}")
 
     @property
     def kv_heads(self) -> int:
@@ -148,26 +144,3 @@ class ModelConfig:
             causal=self.causal,
             max_length=self.max_length,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Strict: a field that does not exist is refused by name."""
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a ModelConfig is made of a dict of fields and values, got {values!r}")
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"ModelConfig has no field {name!r}{hint}")
-        return cls(**values)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelConfig:
-        return cls.from_dict(parse_json(text))

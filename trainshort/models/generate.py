@@ -21,7 +21,7 @@ PREFILL = 2048  # tokens of a prompt that are computed at once
 
 
 @torch.no_grad()
-def generate(
+def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which users know them
     model: LanguageModel,
     tokens: Tensor,
     *,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from trainshort.common.messages import nearest
 from trainshort.positions.imported import import_file, installed, installed_names
 from trainshort.positions.options import check_options
 from trainshort.positions.position import Position, Shape
@@ -43,6 +43,5 @@ def _method(name: str) -> type[Position]:
 def _meant(name: str, known: list[str]) -> str:
     """The end of the sentence: `; did you mean 'rotary'?` for what is near a name, or another name of it."""
     plain = "".join(letter for letter in str(name).lower() if letter.isalnum())
-    near = difflib.get_close_matches(str(name).lower(), known, n=1) or difflib.get_close_matches(plain, known, n=1)
-    found = OTHER_NAMES.get(plain) or next(iter(near), None)
+    found = OTHER_NAMES.get(plain) or nearest(str(name).lower(), known) or nearest(plain, known)
     return "." if found is None else f"; did you mean {found!r}?"

@@ -7,33 +7,12 @@ is read from the signature of its method: the annotations are the one place that
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-LARGEST = 2**31 - 1  # a size beyond it is a slip of the keyboard, and torch would not say so
-
-
-def is_size(value: object) -> bool:
-    """A positive int that can be the size of something."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
-
-
-def is_number(value: object) -> bool:
-    """An int or a float, but no bool; and no int so large that a float cannot hold it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
-
-
-def is_finite(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+from trainshort.common.checks import LARGEST_SIZE, is_finite, is_number, is_size
 
 
 def _are_numbers(value: object) -> bool:
@@ -43,7 +22,7 @@ def _are_numbers(value: object) -> bool:
 # Annotation -> what the error says is allowed, and whether a plain value is that.
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "int": (f"an int from 1 to {LARGEST}", is_size),
+    "int": (f"an int from 1 to {LARGEST_SIZE}", is_size),
     "float": ("a finite number", is_finite),
     "Sequence[float] | None": ("a list of numbers, or None", _are_numbers),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trainshort
-from trainshort.data.files import replacing
+from trainshort.common.files import replacing
 from trainshort.report import charts, head_charts
 from trainshort.report.charts import Chart
 from trainshort.report.heads import Seen, seen_by

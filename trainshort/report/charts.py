@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainshort.common.machine import LOADED
 from trainshort.report.methods import Method
 from trainshort.report.records import number
 from trainshort.report.series import Curve, Point, Protocols, loss_by_position, points, records_at
 from trainshort.report.tables import Table
 
 Plot = dict[str, Any]
-LOADED = 0.1  # waiting for cores longer than this part of the time, a speed is not that of the machine
 MACHINE = ("device", "threads")  # speed and memory are means over runs that were tested on the same
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainshort.data.files import sha256
-from trainshort.reading import is_plain_name, parse_json, read_text
+from trainshort.common.checks import is_plain_name
+from trainshort.common.files import sha256
+from trainshort.common.reading import parse_json, read_text
 from trainshort.report.records import Values, cells, is_identified, mapping, whole, with_weights
 from trainshort.report.text import clean
 

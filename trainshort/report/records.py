@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-from trainshort.reading import LARGEST_NUMBER, is_whole
+from trainshort.common.checks import LARGEST_EXACT, is_finite, is_whole
 
 Values = dict[str, Any]
 
 
 def whole(value: Any) -> int | None:
-    return value if is_whole(value, -LARGEST_NUMBER) else None
+    return value if is_whole(value, -LARGEST_EXACT) else None
 
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        value = float(value)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) else None
+    return float(value) if is_finite(value) else None
 
 
 def mapping(value: Any) -> Values:

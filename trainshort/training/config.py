@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainshort.data.settings import Settings
+from trainshort.common.settings import Settings
 from trainshort.training.recipes import RECIPES
 
 # Fields that may differ when a run goes on: they change what is written where, never a number.

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from trainshort.data.files import write_text
-from trainshort.reading import is_whole, parse_json, read_text
+from trainshort.common.checks import is_whole
+from trainshort.common.files import write_text
+from trainshort.common.reading import parse_json, read_text
 
 LARGEST = 2**30  # bytes: a run of five million logged steps
 

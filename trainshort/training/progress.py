@@ -7,70 +7,36 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from types import TracebackType
-from typing import Any
+from typing import Self
 
-from trainshort.data.progress import Lines
+from trainshort.common.progress import Lines, Pace, StepBars
 
 RECENT = 10.0  # seconds that the speed is taken over
 
 
-class Pace:
-    """Seconds a step over the last seconds, or over the last step where that took longer."""
-
-    def __init__(self, step: int, now: float) -> None:
-        self.seen = deque([(now, step)])
-
-    def add(self, step: int, now: float) -> float:
-        self.seen.append((now, step))
-        while len(self.seen) > 2 and now - self.seen[1][0] >= RECENT:
-            self.seen.popleft()
-        then, before = self.seen[0]
-        return (now - then) / max(1, step - before)
-
-
-class TrainProgress:
+class TrainProgress(StepBars):
     def __init__(self, title: str, *, steps: int, start: int, tokens_a_step: int, show: bool) -> None:
-        self.title, self.steps, self.start, self.tokens_a_step, self.show = title, steps, start, tokens_a_step, show
-        self.lines, self.pace = Lines(), Pace(start, time.monotonic())
-        self.bar: Any = None
-        self.task: Any = None
+        super().__init__(show=show)
+        self.title, self.steps, self.start, self.tokens_a_step = title, steps, start, tokens_a_step
+        self.lines, self.pace = Lines(), Pace(start, time.monotonic(), recent=RECENT)
 
-    def __enter__(self) -> TrainProgress:
-        if self.show and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-            )
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.bar.start()
-            self.task = self.bar.add_task(self.title, total=self.steps, completed=self.start, figures="")
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.set_bar(self.title, self.start, self.steps)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
     def update(self, step: int, loss: float) -> None:
         if not self.show:
             return
-        figures = self.figures(step, loss, self.pace.add(step, time.monotonic()))
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step, figures=figures)
+        figures = self.figures(step, loss, self.pace.add(step, time.monotonic()) or 0.0)
+        if self.shown:
+            self.set_bar(self.title, step, self.steps, figures)
         elif self.lines.due() or step == self.steps:
             print(f"{self.title}: step {step} of {self.steps}, {figures}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text)
+        if self.shown:
+            self.say(text)
         elif self.show:
             print(text, file=sys.stderr)
 

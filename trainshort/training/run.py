@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainshort.data.files import free_space, is_full, read_json, remove_partials, replacing, sha256, write_json
-from trainshort.reading import Fields, file_size, is_plain_name, is_whole, shown
+from trainshort.common.checks import is_plain_name, is_whole
+from trainshort.common.fields import Fields
+from trainshort.common.files import free_space, is_full, remove_partials, replacing, sha256, write_json
+from trainshort.common.messages import shown
+from trainshort.common.reading import file_size, read_json
 from trainshort.training.config import TrainConfig
 
 FORMAT = "trainshort-run"
@@ -138,7 +141,6 @@ class RunFolder:
                 path = self.state_folder / names[kind]
                 with replacing(path) as partial:
                     save_weights(tensors, partial)
-                    partial.chmod(0o644)  # safetensors makes files that only their owner can read
                     files[kind] = {"name": path.name, "size": partial.stat().st_size, "sha256": sha256(partial)}
             write_json(self.state_file, {"format": FORMAT, "version": VERSION, **state, "files": files})
         except Exception as error:

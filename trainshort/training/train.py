@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainshort.common.devices import device_for
+from trainshort.common.files import is_full
+from trainshort.common.machine import Waiting
+from trainshort.common.reading import read_json
 from trainshort.data.dataset import TokenData
-from trainshort.data.files import is_full, read_json
-from trainshort.data.machine import Waiting
 from trainshort.models import LanguageModel, ModelConfig, save
 from trainshort.models.checkpoints.native import check_position
-from trainshort.models.checkpoints.weights import check_fits, fill, stored_tensors
+from trainshort.models.checkpoints.weights import check_fits, fill, weights_of
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
@@ -62,7 +64,8 @@ def train(
     if resume and (started := run.started_with()) is not None:
         config = _going_on(config, started, run)
     with run.locked(), StopSignals() as signals:
-        device = _device(config.device)
+        named = None if config.device == "auto" else config.device
+        device = device_for(named, allowed="auto, cpu, or one that torch finds here")
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             trainer = _Trainer(config, run, device)
@@ -255,7 +258,7 @@ class _Trainer:
             "data": {"identity": self.data.identity, "files": self.data_files},
             "environment": self._environment(),
         }
-        self.run.save(state, _tensors(self.model), {**self.optimizer.state(), **random})
+        self.run.save(state, weights_of(self.model), {**self.optimizer.state(), **random})
         self.saved_step = self.step
 
     def _environment(self) -> dict[str, Any]:
@@ -299,19 +302,3 @@ def _going_on(config: TrainConfig, started: TrainConfig, run: RunFolder) -> Trai
 
 def _asked(stop: Callable[[], bool] | None) -> int | None:
     return signal.SIGINT if stop is not None and stop() else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device must be auto, cpu, or one that torch finds here; got {name!r} ({error})") from error
-    return device
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Weights by name on the CPU, each tensor once, however often it is used."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
+from trainshort.common.messages import shown
+from trainshort.common.reading import read_json
+from trainshort.common.tokenizer_json import read_tokenizer
 from trainshort.models.checkpoints import native
 from trainshort.models.checkpoints.native import save as save
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
-from trainshort.reading import read_json, shown
-from trainshort.tokenizer_json import read_tokenizer
 
 
 def load(

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, stored_tensors, take_dtypes
+from trainshort.common.files import partial_path, push_to_disk
+from trainshort.common.reading import read_json
+from trainshort.models.checkpoints.weights import check_fits, fill, save_weights, take_dtypes, weights_of
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
 from trainshort.positions import is_known
 from trainshort.positions.imported import how_to_import, origin_of
-from trainshort.reading import read_json
 
 FORMAT = "trainshort"
 VERSION = 1
@@ -50,18 +51,18 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     if (origin := origin_of(model.config.position)) is not None:
         header["position_origin"] = origin  # for people to read: nothing is ever imported because of it
     stale = model.tokenizer is None and _holds_our_tokenizer(folder)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}
+    tensors = weights_of(model)
     writers: dict[str, Callable[[Path], Any]] = {
         "model.safetensors": lambda path: save_weights(tensors, path),
         "config.json": lambda path: path.write_text(json.dumps(header, indent=2) + "\n"),
     }
     if model.tokenizer is not None:
         writers["tokenizer.json"] = lambda path: path.write_text(model.tokenizer.to_str())
-    partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in writers}
+    partial = {name: partial_path(folder / name) for name in writers}
     try:
         for name, write in writers.items():
             write(partial[name])
-            _settle(partial[name])
+            push_to_disk(partial[name])
         for name, path in partial.items():
             if name == "config.json" and stale:  # before the config that no longer knows of it
                 (folder / "tokenizer.json").unlink(missing_ok=True)
@@ -69,15 +70,6 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
-
-
-def _settle(path: Path) -> None:
-    """Onto the disk, and readable to whom the user's umask allows: safetensors writes for its owner alone."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _holds_our_tokenizer(folder: Path) -> bool:

@@ -7,6 +7,7 @@ goes. Files without one, of older versions or other libraries, are read all the 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from trainshort.common.messages import shown
+from trainshort.common.reading import file_size
 from trainshort.models.config import ModelConfig
-from trainshort.reading import file_size, shown
 
 CHECKSUM = "trainshort.sha256"  # in the metadata of the header
 # As safetensors names them.
@@ -36,12 +38,20 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return stored
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The stored tensors as `save_weights` takes them: without gradients, contiguous, on the CPU."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored_tensors(model).items()}
+
+
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous tensors of the CPU, with a checksum over all of them."""
     hashed = hashlib.sha256()
     for name in sorted(tensors):
         _add(hashed, name, tensors[name])
     safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt", CHECKSUM: hashed.hexdigest()})
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # as other files are: safetensors writes for the owner alone
 
 
 def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, path: Path, where: str) -> None:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainshort.reading import read_text, shown
+from trainshort.common.messages import shown
+from trainshort.common.reading import read_text
 
 LARGEST = 256 * 2**20  # bytes of the file
 LARGEST_PADDING = 2**20  # tokens

@@ -1,34 +1,41 @@
-"""What the configs of all commands have in common: strict types, strict names, and a way to JSON and back."""
+"""What all configs have in common: strict types, strict names, and a way to JSON and back."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Self
 
-from trainshort.reading import parse_json, shown
+from trainshort.common.messages import did_you_mean, shown
+from trainshort.common.reading import parse_json
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'length'?`, or nothing where nothing is near."""
-    near = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def check_type(name: str, declared: str, value: object) -> None:
+    """Refuse a value that is not what the field of that name is declared as, if that is int, float, bool or str.
+
+    Booleans are no numbers and strings are neither: JSON written by hand often has it otherwise.
+    """
+    kind = declared.removesuffix(" | None")
+    if value is None and kind != declared:
+        return
+    wanted = _KINDS.get(kind)
+    if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
+        raise ValueError(f"{name} must be {declared}, got {shown(value)}")
 
 
 class Settings:
-    """Mixed into a frozen dataclass: types are checked when it is made, unknown names are refused.
+    """Mixed into a frozen dataclass: unknown names are refused, and `check` refuses values of other types.
 
     Fields are declared as int, float, bool, str, `... | None`, `tuple[str, ...]` or a Mapping. Metadata: `choices`
     lists what is allowed, `least` the smallest allowed number.
     """
 
     def check(self) -> None:
-        """Call from __post_init__."""
+        """Check every field: call it from __post_init__."""
         for each in fields(self):  # type: ignore[arg-type]
             declared, value = str(each.type), getattr(self, each.name)
             kind = declared.removesuffix(" | None")
@@ -42,9 +49,7 @@ class Settings:
             elif kind == "str" and hasattr(value, "__fspath__"):
                 value = str(value)
                 object.__setattr__(self, each.name, value)
-            wanted = _KINDS.get(kind)
-            if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
-                raise ValueError(f"{each.name} must be {declared}, got {shown(value)}")
+            check_type(each.name, declared, value)
             if kind == "int" and abs(value) >= 2**63:
                 raise ValueError(f"{each.name} must be a number of at most 63 bits, got {shown(value)}")
             if kind == "float":
@@ -64,7 +69,7 @@ class Settings:
             raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON would give it back."""
+        """The fields by name, as JSON would give them back."""
         values = asdict(self)  # type: ignore[call-overload]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

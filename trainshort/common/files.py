@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainshort.reading import file_size
-from trainshort.reading import read_json as read_json
+from trainshort.common.reading import file_size
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def partial_path(path: Path) -> Path:
+    """Where this process writes a file before it is moved to `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` at the end of the block, or disappears if the block fails."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_path(path)
     try:
         yield partial
         push_to_disk(partial)

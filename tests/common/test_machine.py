@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainshort.data import machine
-from trainshort.data.machine import LOADED, Waiting, in_words
+from trainshort.common import machine
+from trainshort.common.machine import LOADED, Waiting, in_words
 
 
 def thread(folder: Path, number: int, ran: int, waited: int) -> None:

@@ -1,4 +1,5 @@
-"""How busy others keep the machine while something is timed: a speed that was measured on a loaded one says so.
+"""The cores of the machine, and how busy others keep them while something is timed: a speed that was measured on a
+loaded machine says so.
 
 The system counts how long each thread was ready to run and had to wait for a core. The share of that in all the time
 its threads ran or waited is near 0 on an idle machine, whatever the work; with a busy neighbour on each core, a half.
