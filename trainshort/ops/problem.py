@@ -245,14 +245,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None) -> None:
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
     for name, tensor in named.items():
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}: convert one of them")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}: move one of them")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} must have q's batch size {q.shape[0]}, got {tensor.shape[0]}")
-        if tensor.shape[3] != q.shape[3]:
-            raise ValueError(f"{name} must have q's head_dim {q.shape[3]}, got {tensor.shape[3]}")
+        _check_like_q(name, tensor, q)
     if q.shape[3] < 1 or q.shape[1] < 1:
         raise ValueError(f"q needs at least one head and one head_dim, got shape {_shape(q)}")
     if v is not None and v.shape != k.shape:
@@ -262,6 +255,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None) -> None:
             f"the number of query heads must be a multiple of the number of key heads, "
             f"got q with {q.shape[1]} heads and k with {k.shape[1]}"
         )
+
+
+def _check_like_q(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}: convert one of them")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}: move one of them")
+    if tensor.shape[0] != q.shape[0]:
+        raise ValueError(f"{name} must have q's batch size {q.shape[0]}, got {tensor.shape[0]}")
+    if tensor.shape[3] != q.shape[3]:
+        raise ValueError(f"{name} must have q's head_dim {q.shape[3]}, got {tensor.shape[3]}")
 
 
 def check_shapes(problem: Problem) -> None:

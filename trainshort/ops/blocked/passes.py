@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +17,6 @@ from trainshort.ops.blocked.cut import Piece, PieceSizes, Segment, cut, segments
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.windows import visible_blocks
-
-Result = TypeVar("Result")
 
 LARGEST_TILE = 3072  # keys of a bias tile, so that it stays in a core's cache
 TILE_ROWS = 256  # torch's CPU kernel takes larger steps from 192 queries on,
@@ -157,46 +153,32 @@ class Pass:
         whole = (self.batch * self.heads, self.queries, self.k.shape[2])
         return call.piece.kind == "tile" and (call.lanes, call.piece.rows, call.piece.keys) == whole
 
-    def _cover_once(self, calls: list[BatchedCall]) -> bool:
-        """Whether every head of every row is in exactly one of these calls."""
-        if sum(call.lanes for call in calls) != self.batch * self.heads:
-            return False
-        covered = torch.zeros((self.batch, self.heads), dtype=torch.bool, device="cpu")
-        for call in calls:
-            covered[call.rows, call.heads] = True
-        return bool(covered.all())
-
     def _written(self) -> int:
         """How many queries, of all heads, see some key."""
         return sum(call.piece.rows * call.lanes for call in self.calls if call.piece.fresh)
 
-    def _bias_of(self, call: BatchedCall | GatheredCall) -> tuple[Tensor | None, Tensor | None]:
+    def _inputs(self, call: BatchedCall | GatheredCall) -> tuple[piece_kernels.Inputs, Tensor | None]:
+        """What the kernels compute a call from, and what to add to its log-sum-exp."""
         mask = self.bias.mask(call.piece, call.rows, call.heads)
         shift = self.bias.shift(call.piece, call.rows, call.heads)
-        return (
+        triangle = call.piece.is_triangle(self.problem.sights[call.heads.start])
+        inputs = piece_kernels.Inputs(
+            call.queries(self.q),
+            call.keys(self.k),
+            call.keys(self.v),
             None if mask is None else call.arrange(mask),
-            None if shift is None else call.arrange(shift),
+            self.problem.scale,
+            causal=triangle and piece_kernels.can_hide_future(self.problem.scale),
         )
-
-    def _engine(
-        self, call: BatchedCall | GatheredCall, fused: Callable[..., Result], plain: Callable[..., Result]
-    ) -> Callable[..., Result]:
-        """The function that computes a call."""
-        if not self.fused:
-            return plain
-        causal = call.piece.is_triangle(self.problem.sights[call.heads.start]) and piece_kernels.can_hide_future(
-            self.problem.scale
-        )
-        return partial(fused, causal=causal)
+        return inputs, None if shift is None else call.arrange(shift)
 
     # The passes
 
     def forward(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
-        scale = self.problem.scale
+        compute = piece_kernels.fused_forward if self.fused else piece_kernels.plain_forward
         if into is None and self._single_call():
-            run_piece = self._engine(self.calls[0], piece_kernels.fused_forward, piece_kernels.plain_forward)
-            return run_piece(self.q, self.k, self.v, self._bias_of(self.calls[0])[0], scale)
+            return compute(self._inputs(self.calls[0])[0])
         if into is None or into[0].dtype != self.dtype:
             out = torch.empty_like(self.q)
             lse = torch.empty(self.q.shape[:3], dtype=self.dtype, device=self.q.device)
@@ -206,9 +188,8 @@ class Pass:
             out.zero_()
             lse.zero_()
         for call in self.calls:
-            mask, shift = self._bias_of(call)
-            run_piece = self._engine(call, piece_kernels.fused_forward, piece_kernels.plain_forward)
-            part, part_lse = run_piece(call.queries(self.q), call.keys(self.k), call.keys(self.v), mask, scale)
+            inputs, shift = self._inputs(call)
+            part, part_lse = compute(inputs)
             if shift is not None:
                 part_lse = part_lse + shift
             for (target, lanes), (target_lse, _) in zip(
@@ -235,50 +216,48 @@ class Pass:
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
-        scale = self.problem.scale
+        compute = piece_kernels.fused_backward if self.fused else piece_kernels.plain_backward
         out, grad = self._usable(out), self._usable(grad)
         if into is None and self._single_call() and not want_bias:
-            mask = self._bias_of(self.calls[0])[0]
-            run_piece = self._engine(self.calls[0], piece_kernels.fused_backward, piece_kernels.plain_backward)
-            return run_piece(grad, self.q, self.k, self.v, out, lse, mask, scale)[:3]
+            return compute(self._inputs(self.calls[0])[0], grad, out, lse)[:3]
         dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
         # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
-        calls = sorted(self.calls, key=lambda call: -call.piece.keys)
-        covering = [call for call in calls if isinstance(call, BatchedCall) and call.piece.keys == self.k.shape[2]]
-        if self.group > 1 or not self._cover_once(covering):
-            covering = []
+        covering = self._covering_calls()
         if not store_queries:
             dq.zero_()
         if not covering:
             dk.zero_()
             dv.zero_()
-        for call in calls:
-            mask, shift = self._bias_of(call)
+        for call in sorted(self.calls, key=lambda call: -call.piece.keys):
+            inputs, shift = self._inputs(call)
             own_lse = call.queries(lse)
-            run_piece = self._engine(call, piece_kernels.fused_backward, piece_kernels.plain_backward)
-            gradients = run_piece(
-                call.queries(grad),
-                call.queries(self.q),
-                call.keys(self.k),
-                call.keys(self.v),
-                call.queries(out),
-                own_lse if shift is None else own_lse - shift,
-                mask,
-                scale,
-            )
+            own_lse = own_lse if shift is None else own_lse - shift
+            gradients = compute(inputs, call.queries(grad), call.queries(out), own_lse)
             for target, lanes in call.query_targets(dq):
-                if store_queries:
-                    target.copy_(gradients.q[:, lanes])
-                else:
-                    target.add_(gradients.q[:, lanes])
+                _put(target, gradients.q[:, lanes], store_queries)
             for total, parts in ((dk, gradients.k), (dv, gradients.v)):
                 for target, part in call.key_targets(total, parts):
-                    if call in covering:
-                        target.copy_(part)
-                    else:
-                        target.add_(part)
+                    _put(target, part, call in covering)
             if want_bias and gradients.scores is not None:
                 for rows, heads, scores in call.by_head(gradients.scores):
                     self.bias.add_gradients(call.piece, rows, heads, scores)
         return dq, dk, dv
+
+    def _covering_calls(self) -> list[BatchedCall]:
+        """The calls over all keys, if every head of every row is in exactly one of them."""
+        calls = [call for call in self.calls if isinstance(call, BatchedCall) and call.piece.keys == self.k.shape[2]]
+        if self.group > 1 or sum(call.lanes for call in calls) != self.batch * self.heads:
+            return []
+        covered = torch.zeros((self.batch, self.heads), dtype=torch.bool, device="cpu")
+        for call in calls:
+            covered[call.rows, call.heads] = True
+        return calls if bool(covered.all()) else []
+
+
+def _put(target: Tensor, part: Tensor, store: bool) -> None:
+    """Store a part of a gradient, or add it to what is there."""
+    if store:
+        target.copy_(part)
+    else:
+        target.add_(part)

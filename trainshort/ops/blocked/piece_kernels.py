@@ -1,6 +1,6 @@
 """The arithmetic of one piece: attention of a few queries to a few keys, with its log-sum-exp.
 
-Two engines with one meaning. `fused` is torch's own CPU attention kernel, which speaks log-sum-exp in both
+Two kernels with one meaning. `fused` is torch's own CPU attention kernel, which speaks log-sum-exp in both
 directions, so that pieces can be merged. `plain` is matrix products and exponentials: it runs on every device
 and knows the gradient of the bias. Shapes: q, out [X, Y, R, D]; k, v [X, Y, W, D]; mask broadcasts to
 [X, Y, R, W]; lse [X, Y, R], of the scores with exactly this mask.
@@ -17,11 +17,22 @@ from torch import Tensor
 from trainshort.ops import threads
 
 
+class Inputs(NamedTuple):
+    """What one piece is computed from."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # added to the scores; -inf where a key is out of sight
+    scale: float
+    causal: bool = False  # the fused kernel leaves out keys after a query, besides what the mask says
+
+
 class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    scores: Tensor | None  # [X, Y, R, W], from the plain engine only
+    scores: Tensor | None  # [X, Y, R, W], from the plain kernels only
 
 
 class NonFiniteScoresError(Exception):
@@ -50,10 +61,8 @@ def has_plain_rows(tensor: Tensor) -> bool:
     )
 
 
-def fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """causal: keys after a query are left out by the kernel, besides what the mask says. See can_hide_future."""
+def fused_forward(piece: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v, mask, scale, causal = piece
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -64,17 +73,8 @@ def fused_forward(
     return out, lse
 
 
-def fused_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool = False,
-) -> Gradients:
+def fused_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    q, k, v, mask, scale, causal = piece
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
     if lanes > 1 or rows % 2 or causal or threads.is_inside() or torch.get_num_threads() == 1:
@@ -90,33 +90,30 @@ def fused_backward(
     return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True), None)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = q @ k.transpose(-2, -1) * scale
-    if mask is None:
+def _scores(piece: Inputs) -> Tensor:
+    scores = piece.q @ piece.k.transpose(-2, -1) * piece.scale
+    if piece.mask is None:
         return scores
-    return (scores + mask).masked_fill(torch.isneginf(mask), -math.inf)  # out of sight, even if it is NaN
+    return (scores + piece.mask).masked_fill(torch.isneginf(piece.mask), -math.inf)  # out of sight, even if it is NaN
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, mask, scale)
+def plain_forward(piece: Inputs) -> tuple[Tensor, Tensor]:
+    scores = _scores(piece)
     top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(torch.isneginf(top), 0.0)  # every key at -inf: no weight here, others may have some
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    out = weights @ v / total.masked_fill(total == 0, 1.0)
+    out = weights @ piece.v / total.masked_fill(total == 0, 1.0)
     return out, (top + torch.log(total))[..., 0]
 
 
-def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scale: float
-) -> Gradients:
-    scores = _scores(q, k, mask, scale)
-    weights = torch.exp(scores - lse[..., None])
+def plain_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    weights = torch.exp(_scores(piece) - lse[..., None])
     dv = weights.transpose(-2, -1) @ grad
     dot = (grad * out).sum(-1, keepdim=True)
-    dscores = weights * (grad @ v.transpose(-2, -1) - dot)
-    dq = dscores @ k * scale
-    dk = dscores.transpose(-2, -1) @ q * scale
+    dscores = weights * (grad @ piece.v.transpose(-2, -1) - dot)
+    dq = dscores @ piece.k * piece.scale
+    dk = dscores.transpose(-2, -1) @ piece.q * piece.scale
     return Gradients(dq, dk, dv, dscores)
 
 

@@ -47,15 +47,17 @@ def fits(problem: Problem, windows: Tensor | None) -> bool:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, or a NonFiniteScoresError."""
-    return piece_kernels.fused_forward(problem.q, problem.k, problem.v, _bias(problem), problem.scale, causal=True)
+    return piece_kernels.fused_forward(_inputs(problem))
 
 
 def backward(problem: Problem, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out, grad = (t if piece_kernels.has_plain_rows(t) else t.contiguous() for t in (out, grad))
-    gradients = piece_kernels.fused_backward(
-        grad, problem.q, problem.k, problem.v, out, lse, _bias(problem), problem.scale, causal=True
-    )
+    gradients = piece_kernels.fused_backward(_inputs(problem), grad, out, lse)
     return gradients.q, gradients.k, gradients.v
+
+
+def _inputs(problem: Problem) -> piece_kernels.Inputs:
+    return piece_kernels.Inputs(problem.q, problem.k, problem.v, _bias(problem), problem.scale, causal=True)
 
 
 def _bias(problem: Problem) -> Tensor:
