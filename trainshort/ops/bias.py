@@ -9,7 +9,6 @@ operators (operators.py), so their annotations are limited to those of `FIELD_TY
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, NamedTuple, Self
@@ -71,8 +70,8 @@ class KernelBias(NamedTuple):
 NO_BIAS, LINEAR, BUCKET = 0, 1, 2  # KernelBias.kind
 
 
-class Bias(ABC):
-    """What attention asks of a bias."""
+class Bias:
+    """What attention asks of a bias. Methods that raise are for each class to define."""
 
     learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
     certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
@@ -91,9 +90,9 @@ class Bias(ABC):
         """Which way each head looks in attention that is not causal."""
         return _look_both_ways(heads)
 
-    @abstractmethod
     def check_shapes(self, q: Tensor, causal: bool) -> None:
         """Refuse a bias that does not go with these queries. Never looks inside a tensor."""
+        raise NotImplementedError
 
     def both_ways(self) -> Self:
         """The same bias with all heads looking to both sides, for attention from one sequence to another."""
@@ -103,37 +102,37 @@ class Bias(ABC):
         """The tensors whose numbers must be positive and at most LARGEST_SLOPE."""
         return {}
 
-    @abstractmethod
     def part(self, rows: slice, heads: slice) -> Self:
         """The bias of some heads in some rows of the batch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias at distances int64 [B or 1, 1, ...], for every head: [B or 1, H, ...]."""
+        raise NotImplementedError
 
     def query_shift(self, away: Tensor, ahead: bool) -> Tensor | None:
         """What the bias of all keys on one side, beyond `separable_beyond`, loses for queries that stand `away` [R]
         steps further from them: [B or 1, H, R]; None for nothing. ahead: the keys lie in the future."""
         return None
 
-    @abstractmethod
     def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Zeros [B, H, ...] in which `add_gradients` sums up."""
+        raise NotImplementedError
 
-    @abstractmethod
     def add_gradients(
         self, sums: dict[str, Tensor], rows: slice, heads: slice, by_distance: Tensor, distance: Tensor
     ) -> None:
         """Add the gradients of scores, summed by distance [rows, heads, W] at distances [W]."""
+        raise NotImplementedError
 
-    @abstractmethod
     def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of the learned fields, in their shapes and dtypes. The Triton kernels bring sums of their
         own: "past" and "future" [B, H], "table" [B, H, at least the buckets]."""
+        raise NotImplementedError
 
-    @abstractmethod
     def for_kernels(self, batch: int) -> KernelBias:
         """The bias as the Triton kernels read it."""
+        raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
         """The same bias on another device."""

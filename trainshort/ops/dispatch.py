@@ -38,15 +38,23 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, for tests
 
 
-class Call:
+class Call(NamedTuple):
     """A problem, and what torch is doing with it besides computing it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        # The tensors that autograd could ask a gradient for.
-        self.tensors = [problem.q, problem.k, problem.v, *learned_tensors(problem.bias)]
-        self.eager = is_eager(*self.tensors)
-        self.recording = is_recording(*self.tensors)
+    problem: Problem
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that autograd could ask a gradient for."""
+        return [self.problem.q, self.problem.k, self.problem.v, *learned_tensors(self.problem.bias)]
+
+    @property
+    def eager(self) -> bool:
+        return is_eager(*self.tensors)
+
+    @property
+    def recording(self) -> bool:
+        return is_recording(*self.tensors)
 
 
 class Path(NamedTuple):

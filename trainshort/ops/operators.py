@@ -62,18 +62,19 @@ GRADIENTS = ["q", "k", "v", *LEARNED]  # what the backward operators return, in 
 RESULTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
 
 
+_BIAS_FIELDS = {kind: [field.name for field in fields(kind)] for kind in BIASES}  # type: ignore[arg-type]
+
+
 def pack(problem: Problem) -> tuple[Any, ...]:
     """The arguments of an operator that stand for a problem."""
-    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    bias, start = values.pop("bias"), values["query_start"]
-    values |= {"scale": float(problem.scale), "tolerance": float(problem.tolerance)}
-    if isinstance(start, Tensor):
-        values |= {"query_start": None, "query_starts": start}
-    if bias is not None:
-        values |= {field.name: getattr(bias, field.name) for field in fields(bias)}
-    if values.get("sees") is not None:
-        values["sees"] = [SIGHTS.index(sight) for sight in values["sees"]]
-    return tuple(values.get(name) for name in NAMES)
+    values = vars(problem) | {"scale": float(problem.scale), "tolerance": float(problem.tolerance)}
+    if isinstance(problem.query_start, Tensor):
+        values |= {"query_start": None, "query_starts": problem.query_start}
+    if problem.bias is not None:
+        values |= vars(problem.bias)
+        if values.get("sees") is not None:
+            values["sees"] = [SIGHTS.index(sight) for sight in values["sees"]]
+    return tuple(map(values.get, NAMES))
 
 
 def unpack(arguments: tuple[Any, ...]) -> Problem:
@@ -81,8 +82,8 @@ def unpack(arguments: tuple[Any, ...]) -> Problem:
     if values["sees"] is not None:
         values["sees"] = [SIGHTS[index] for index in values["sees"]]
     bias: Bias | None = None
-    for kind in BIASES:
-        own = {field.name: values.pop(field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    for kind, names in _BIAS_FIELDS.items():
+        own = {name: values.pop(name) for name in names}
         if own[kind.learned[0]] is not None:
             bias = kind(**own)
     starts = values.pop("query_starts")

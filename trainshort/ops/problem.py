@@ -300,7 +300,8 @@ def check_shapes(problem: Problem) -> None:
 
 
 def _check_number(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+    usual = type(value) is float or type(value) is int  # asked first, because numbers.Real takes long to ask
+    if not usual and (isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat))):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if value - value != 0:  # NaN or infinite, in words that a compiler follows for symbols too
         raise ValueError(f"{name} must be finite, got {value}")
