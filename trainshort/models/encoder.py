@@ -10,7 +10,7 @@ from trainshort.models.config import ModelConfig
 from trainshort.models.language_model import initialize
 from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm, require_tokens
 from trainshort.models.model import Model
-from trainshort.ops.triton.known import is_eager
+from trainshort.ops.tracing import is_eager
 from trainshort.positions import build_position
 
 

@@ -14,7 +14,7 @@ from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.ops import attention
 from trainshort.ops.bias import Bias, LinearBias
-from trainshort.ops.triton.known import is_eager
+from trainshort.ops.tracing import is_eager
 from trainshort.positions import Position
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -30,8 +30,9 @@ from trainshort.ops.problem import (
     check_tensors,
     default_tolerance,
 )
-from trainshort.ops.triton import known
+from trainshort.ops.tracing import is_eager, is_recording
 from trainshort.ops.triton import op as triton_ops
+from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.triton.shapes import LARGEST_DIM
 from trainshort.ops.values import check_values
 from trainshort.ops.windows import certified_blocks
@@ -130,11 +131,11 @@ def attention(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     key = None
-    if isinstance(bias, LinearBias) and _may_be_known(q, backend, key_padding_mask, cu_seqlens, key_norms):
-        key = known.signature(q, k, v, bias, causal, scale, tolerance, query_start)
-        call = None if key is None else known.recall(key)
+    if isinstance(bias, LinearBias) and _may_be_cached(q, backend, key_padding_mask, cu_seqlens, key_norms):
+        key = triton_backend.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
+        call = None if key is None else triton_backend.cached_call(key)
         if call is not None:
-            return triton_ops.attend_again(call, q, k, v, bias.slopes)
+            return triton_backend.attend_cached(call, q, k, v, bias.slopes)
     problem = _problem(q, k, v, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     chosen = backend_for(problem.q) if backend == "auto" else backend
     if backend == "triton":
@@ -146,15 +147,15 @@ def attention(
         return plain.attend(problem)
     parts = _parts(problem)
     op.refuse_transforms(parts)
-    eager, recording = known.is_eager(*parts), known.is_recording(*parts)
+    eager, recording = is_eager(*parts), is_recording(*parts)
     if chosen == "triton":
         if not recording and _is_decoding(problem):
-            return triton_ops.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
+            return triton_backend.decode(problem) if eager else triton_ops.triton_decode_op(*op.pack(problem))
         if not eager:
             return triton_ops.triton_op(*op.pack(problem))[0]
-        attended = triton_ops.attend(problem)
+        attended = triton_backend.attend(problem)
         if key is not None and not _is_decoding(problem):
-            known.remember(key, problem)
+            triton_backend.remember(key, problem)
         return attended
     if not recording and eager and decode.fits(problem):
         # Without the operator's bookkeeping, where a step takes microseconds.
@@ -203,8 +204,8 @@ def certified_windows(
     problem = _problem(q, k, k, bias, causal, scale, tolerance, key_padding_mask, cu_seqlens, query_start, key_norms)
     check_values(problem)
     with torch.no_grad():
-        if backend_for(problem.q) == "triton" and known.is_eager(*_parts(problem)):
-            found = triton_ops.certified_blocks(problem, block)
+        if backend_for(problem.q) == "triton" and is_eager(*_parts(problem)):
+            found = triton_backend.certified_blocks(problem, block)
             if found is not None:
                 return found
         return certified_blocks(problem, block)
@@ -219,7 +220,7 @@ def backend_for(q: Tensor) -> str:
 
 
 def _default_slopes(q: Tensor) -> Tensor:
-    return _kept_slopes(q.shape[1], q.device) if known.is_eager(q) else alibi_slopes(q.shape[1], q.device)
+    return _kept_slopes(q.shape[1], q.device) if is_eager(q) else alibi_slopes(q.shape[1], q.device)
 
 
 @cache
@@ -234,7 +235,7 @@ def _parts(problem: Problem) -> list[Tensor]:
     return [problem.q, problem.k, problem.v, *(t for t in learned(problem.bias) if t is not None)]
 
 
-def _may_be_known(q: Any, backend: str, *others: Any) -> bool:
+def _may_be_cached(q: Any, backend: str, *others: Any) -> bool:
     """Whether this could be a call to the Triton kernels without any of these other arguments."""
     if backend not in ("auto", "triton") or not isinstance(q, Tensor):
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,32 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     return torch.exp2(steps * (-8.0 / closest)).to(torch.float32)
 
 
+LOG2E = math.log2(math.e)
+
+
+class KernelBias(NamedTuple):
+    """A bias as the Triton kernels read it. Tensors are None where a bias of this kind has none."""
+
+    kind: int  # the kernels' BIAS: which of the following they read
+    slopes: Tensor | None = None  # float32 [H] or [B, H], like the next
+    futures: Tensor | None = None
+    line: Tensor | None = None  # float32 [H, 2 max_distance + 1]: the bias by distance, in units of log2
+    buckets: Tensor | None = None  # int32 [2 max_distance + 1]: the bucket of each distance
+    by_row: bool = False  # slopes [B, H]
+    offset: float = 0.0
+    max_distance: int = 0
+    bucket_count: int = 1
+
+
+NO_BIAS, LINEAR, BUCKET = 0, 1, 2  # KernelBias.kind
+
+
+def _for_kernels(slopes: Tensor) -> Tensor:
+    """Float32, contiguous, at an address that is a multiple of 16."""
+    slopes = slopes.detach().float().contiguous()
+    return slopes if slopes.data_ptr() % 16 == 0 else slopes.clone()
+
+
 def fold_gradient(gradient: Tensor, slopes: Tensor) -> Tensor:
     """A gradient [B, H] in the shape and dtype of the slopes it belongs to."""
     return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
@@ -57,6 +83,22 @@ class LinearBias:
     future: Tensor | None = None
     offset: float = 0.0
     sees: Sequence[Sight] | None = None
+
+    learned = ("slopes", "future")
+    certifiable = True
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        slopes = _for_kernels(self.slopes)
+        futures = slopes if self.future is None else _for_kernels(self.future)
+        if futures.dim() != slopes.dim():
+            shape = (batch, slopes.shape[-1])
+            slopes, futures = slopes.expand(shape).contiguous(), futures.expand(shape).contiguous()
+        return KernelBias(LINEAR, slopes, futures, by_row=slopes.dim() == 2, offset=float(self.offset))
+
+    def kernel_gradients(self, past: Tensor, future: Tensor, table: Tensor) -> dict[str, Tensor]:
+        if self.future is None:
+            return {"slopes": fold_gradient(past + future, self.slopes)}
+        return {"slopes": fold_gradient(past, self.slopes), "future": fold_gradient(future, self.future)}
 
     def __post_init__(self) -> None:
         for name in ("slopes", "future"):
@@ -131,6 +173,23 @@ class BucketBias:
     table: Tensor
     max_distance: int = 128
     bidirectional: bool = False
+
+    learned = ("table",)
+    certifiable = False
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        index = self.bucket(torch.arange(-self.max_distance, self.max_distance + 1, device=self.table.device))
+        line = (self.table.detach().float()[index].T * LOG2E).contiguous()
+        return KernelBias(
+            BUCKET,
+            line=line,
+            buckets=index.to(torch.int32),
+            max_distance=self.max_distance,
+            bucket_count=self.table.shape[0],
+        )
+
+    def kernel_gradients(self, past: Tensor, future: Tensor, table: Tensor) -> dict[str, Tensor]:
+        return {"table": table.sum(0).T[: self.table.shape[0]].to(self.table.dtype).contiguous()}
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor):

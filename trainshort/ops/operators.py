@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, Sight, learned
 from trainshort.ops.blocked import run as blocked
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
+from trainshort.ops.tracing import no_double_backward, no_vmap
 from trainshort.ops.values import check_values
 
 _SIGHTS: tuple[Sight, ...] = ("past", "future", "both")
@@ -226,12 +227,6 @@ def _backward(ctx: Any, grad: Tensor, _lse: Any, _windows: Any) -> tuple[Any, ..
     return gradients_by(blocked_backward_op, ctx, grad)
 
 
-def no_double_backward(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError(
-        "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
-    )
-
-
 def refuse_transforms(tensors: Sequence[Tensor]) -> None:
     """Of torch.func, and of forward mode: operators have no rules for them, and tangents would be lost."""
     if torch.compiler.is_compiling():
@@ -248,12 +243,6 @@ def refuse_transforms(tensors: Sequence[Tensor]) -> None:
         raise NotImplementedError(
             "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
         )
-
-
-def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise NotImplementedError(
-        "trainshort attention has no vmap: it is batched already, over its first two dimensions"
-    )
 
 
 blocked_op.register_autograd(_backward, setup_context=save_for_backward)
