@@ -16,7 +16,7 @@ from triton.testing import do_bench
 
 import trainshort as ts
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
-from trainshort.ops.triton import launch
+from trainshort.ops.triton import run
 
 HEADS, TOKENS = 16, 16384
 FEW_STAGES = {"num_stages": 1}  # with torch's own choice, a lookup in the score_mod does not fit the H200's memory
@@ -167,7 +167,7 @@ def kept(q: Tensor, k: Tensor, slopes: Tensor) -> dict[str, float]:
     total = windows[..., 0].numel() * (units + 1) / 2
     scale, tolerance = q.shape[-1] ** -0.5, DEFAULT_TOLERANCE[q.dtype]
     problem = Problem(q=q, k=k, v=k, bias=ts.LinearBias(slopes), causal=True, scale=scale, tolerance=tolerance)
-    first = launch.forward(launch.prepare(problem), q, k, k)[2][..., :units]
+    first = run.forward(problem)[2][..., :units]
     backward = torch.arange(1, units + 1, device=q.device) - first
     return {
         "kept": float((windows[..., 1] - windows[..., 0]).sum() / total),

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import trainshort as ts
 from trainshort.ops.bias import LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
-from trainshort.ops.triton import launch, plan
+from trainshort.ops.triton import config, run
+from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.tuning import Tiles, tiles_for
 
 HEADS, TOKENS = 16, 16384
@@ -52,22 +53,20 @@ def problem_of(length: int, dim: int, dtype: str) -> tuple[Problem, torch.Tensor
 
 
 def use(kernel: str, tiles: Tiles) -> None:
-    """Make every plan from here on take these tiles for one kernel."""
-    plan._plans.clear()
-    plan.tiles_for = lambda name, *about: tiles if name == kernel else tiles_for(name, *about)
+    """Make every configuration from here on take these tiles for one kernel."""
+    CACHE.clear()
+    config.tiles_for = lambda name, *about: tiles if name == kernel else tiles_for(name, *about)
 
 
-def run(problem: Problem, grad: torch.Tensor) -> None:
-    call, inputs = launch.prepare(problem), (problem.q, problem.k, problem.v)
-    results = launch.forward(call, *inputs)
-    launch.backward(call, grad, launch.Saved(*inputs, None, None, None, *results), False)
+def run_both(problem: Problem, grad: torch.Tensor) -> None:
+    run.backward(problem, grad, *run.forward(problem), want_bias=False)
 
 
 def compiles(job: Job) -> bool:
     kernel, tiles, dim, dtype = job
     try:
         use(kernel, tiles)
-        run(*problem_of(1024, dim, dtype))
+        run_both(*problem_of(1024, dim, dtype))
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, mostly
         print("  no:", kernel, tuple(tiles), str(error).splitlines()[0][:90], flush=True)
@@ -79,11 +78,11 @@ def timed(job: Job, problem: Problem, grad: torch.Tensor) -> float:
     """Microseconds of one kernel."""
     kernel, tiles, _, _ = job
     use(kernel, tiles)
-    run(problem, grad)
+    run_both(problem, grad)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(6):
-            run(problem, grad)
+            run_both(problem, grad)
         torch.cuda.synchronize()
     return sum(e.self_device_time_total for e in profiled.key_averages() if e.key == KERNELS[kernel]) / 6
 

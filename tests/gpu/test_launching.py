@@ -30,31 +30,29 @@ def make(name: str, **more) -> Case:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_second_run_goes_straight_to_the_driver_and_gives_the_same_bits(name: str) -> None:
-    from trainshort.ops.triton import plan
+    from trainshort.ops.triton.cache import CACHE
 
-    plan._plans.clear()
+    CACHE.clear()
     case = make(name)
     results = [case.run("triton") for _ in range(3)]
     elsewhere = replace(case, q=case.q.clone(), k=case.k.clone(), v=case.v.clone())
     results.append(elsewhere.run("triton"))
-    programs = [p for found in plan._plans.values() for p in (*found.forwards.values(), *found.backwards.values())]
-    assert len(programs) >= 2
-    assert [(program.direct is not None, program.why_not_direct) for program in programs] == [(True, "")] * len(
-        programs
-    )
+    launches = [launch for key, launch in CACHE.items() if key[0] in ("forward", "backward")]
+    assert len(launches) >= 2
+    assert [(launch.direct is not None, launch.why_not_direct) for launch in launches] == [(True, "")] * len(launches)
     for later in results[1:]:
         for key, tensor in results[0].items():
             assert torch.equal(tensor, later[key]), key
 
 
 def test_decoding_goes_straight_to_the_driver() -> None:
-    from trainshort.ops.triton import decoding
+    from trainshort.ops.triton.cache import CACHE
 
-    decoding._programs.clear()
+    CACHE.clear()
     case = make("causal", queries=1, keys=900)
     first, second = (ts.alibi_attention(case.q, case.k, case.v) for _ in range(2))
     assert torch.equal(first, second)
-    assert all(program.direct is not None for program in decoding._programs.values())
+    assert [(key[0], launch.direct is not None) for key, launch in CACHE.items()] == [("decode", True)]
 
 
 def test_threads_that_never_used_the_gpu() -> None:

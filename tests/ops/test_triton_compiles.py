@@ -14,7 +14,7 @@ import torch
 
 import trainshort as ts
 from trainshort.ops import INTERPRETED
-from trainshort.ops.bias import Bias, BucketBias, LinearBias, learned
+from trainshort.ops.bias import Bias, BucketBias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 
 pytestmark = [
@@ -28,59 +28,50 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
-class Compiler:
-    """Stands in for a kernel: compiles for a target instead of launching."""
+def compile_kernel(kernel: Any, capability: int, values: dict[str, Any]) -> Any:
+    """Compile for a target, as a launch with these arguments and options would."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def __init__(self, kernel: Any, capability: int, compiled: list[Any]) -> None:
-        self.kernel, self.capability, self.compiled = kernel, capability, compiled
-        self.arg_names = kernel.arg_names
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.compile
-
-    def compile(self, *arguments: Any, **constants: Any) -> None:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        values = dict(zip(self.arg_names, arguments, strict=False)) | constants
-        signature, constexprs = {}, {}
-        for index, parameter in enumerate(self.kernel.params):
-            value = values[parameter.name]
-            if parameter.is_constexpr or (type(value) is int and value == 1):
-                signature[parameter.name], constexprs[(index,)] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + NAMES[value.dtype]
-            elif isinstance(value, TensorDescriptor):
-                shape = ",".join(str(size) for size in value.block_shape)
-                signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}[{shape}]>"
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs)
-        options = {name: constants[name] for name in OPTIONS if name in constants}
-        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options))
+    signature, constexprs = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constexprs[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + NAMES[value.dtype]
+        elif isinstance(value, TensorDescriptor):
+            shape = ",".join(str(size) for size in value.block_shape)
+            signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}[{shape}]>"
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
+    options = {name: values[name] for name in OPTIONS if name in values}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.fixture(params=[90, 86], ids=["hopper", "ampere"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Kernels are compiled instead of launched; what came out, in this list."""
-    from trainshort.ops.triton import backward, decode, decoding, forward, plan, program, tuning, windows
+    from triton.runtime.jit import JITFunction
+
+    from trainshort.ops.triton import config, tuning
+    from trainshort.ops.triton.cache import CACHE
 
     found: list[Any] = []
-    for module in (windows, forward, backward):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Compiler(getattr(module, name), request.param, found))
-    for name in ("split_kernel", "join_kernel"):
-        monkeypatch.setattr(decoding, name, Compiler(getattr(decode, name), request.param, found))
-    for module in (plan, program):
-        monkeypatch.setattr(module, "interpreted", lambda: True)  # remember nothing
-    monkeypatch.setattr(decoding, "_programs", {})
-    for module in (plan, tuning):
+
+    def compile_instead(kernel: Any, grid: Any) -> Any:
+        return lambda **values: found.append(compile_kernel(kernel, request.param, values))
+
+    monkeypatch.setattr(JITFunction, "__getitem__", compile_instead)
+    for module in (config, tuning):
         monkeypatch.setattr(module, "is_hopper", lambda device: request.param == 90)
-    monkeypatch.setattr(plan, "_plans", {})
+    CACHE.clear()
     tuning.tiles_for.cache_clear()
     yield found
+    CACHE.clear()
     tuning.tiles_for.cache_clear()
 
 
@@ -114,7 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention(compiled: list[Any], name: str, request: pytest.FixtureRequest) -> None:
-    from trainshort.ops.triton import launch
+    from trainshort.ops.triton import run
 
     if "ampere" in request.node.name and name not in ("bfloat16_128", "float32_128"):
         pytest.skip("the same as on Hopper but for the tiles")
@@ -130,17 +121,15 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
         tolerance=DEFAULT_TOLERANCE[q.dtype], **about,
     )  # fmt: skip
-    call = launch.prepare(problem)
-    results = launch.forward(call, q, k, k)
-    launch.backward(call, q, launch.Saved(q, k, k, *learned(problem.bias), *results), case.get("want_bias", False))
+    run.backward(problem, q, *run.forward(problem), case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
-    from trainshort.ops.triton import decoding
+    from trainshort.ops.triton import run
 
     q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 5000, 128, dtype=dtype)
     about = {"causal": True, "scale": 0.1, "tolerance": DEFAULT_TOLERANCE[dtype], "key_norms": torch.ones(2, 2)}
-    decoding.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
+    run.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
     assert len(compiled) == 2

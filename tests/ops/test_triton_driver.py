@@ -80,6 +80,8 @@ class FakeKernel:
 
     def __init__(self, driver: FakeDriver, function: int, types: dict[str, str], **metadata: Any) -> None:
         self.calls: list[Any] = []
+        self.arg_names = list(types)
+        self.fn = SimpleNamespace(__name__=f"kernel_{function}")
         about = {"num_warps": 4, "shared": 64, "num_ctas": 1, "launch_pdl": False, "tensordesc_meta": []} | metadata
         self.handle = SimpleNamespace(
             src=SimpleNamespace(signature=types), metadata=SimpleNamespace(**about), function=function
@@ -93,8 +95,8 @@ class FakeKernel:
         driver.parameters[function] = [*sizes, 8, 8]
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Any:
-            self.calls.append((grid, arguments, constants))
+        def launch(**arguments: Any) -> Any:
+            self.calls.append((grid, arguments))
             return self.handle
 
         return launch
@@ -103,63 +105,122 @@ class FakeKernel:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     from trainshort.ops.triton import driver as module
-    from trainshort.ops.triton import program
 
     fake = FakeDriver()
     fake.stream = 7
     active = SimpleNamespace(get_current_stream=lambda device: fake.stream)
     monkeypatch.setattr(module, "cuda", lambda: fake)
     monkeypatch.setattr(module.triton, "runtime", SimpleNamespace(driver=SimpleNamespace(active=active)))
-    monkeypatch.setattr(program, "interpreted", lambda: False)
     monkeypatch.delenv("TRAINSHORT_LAUNCH", raising=False)
     return fake
 
 
-def a_program(driver: FakeDriver, **metadata: Any) -> tuple[Any, FakeKernel, FakeKernel]:
-    """Two kernels: one of q in tiles, one of parts of a buffer, with a number in common."""
-    from trainshort.ops.triton.driver import Launch, Tile
-    from trainshort.ops.triton.program import Part, Program
+def a_launch(driver: FakeDriver, **metadata: Any) -> tuple[Any, FakeKernel, FakeKernel]:
+    """Two kernels: one of Q in tiles, one of slices of a buffer, with a number in common."""
+    from trainshort.ops.triton.driver import Kernel, Slice
+    from trainshort.ops.triton.launch import Launch
 
     meta = [{"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}]
     one = FakeKernel(
         driver, 11,
-        {"Q": "tensordesc<bf16[1, 1, 64, 64]>", "OUT": "*bf16", "scale": "fp32", "H": "i32", "one": "constexpr",
-         "D": "constexpr"}, tensordesc_meta=meta, **metadata,
+        {"Q": "tensordesc<bf16[1, 1, 64, 64]>", "OUT": "*bf16", "LINE": "constexpr", "ORDER": "*i32",
+         "scale": "fp32", "H": "i32", "one": "constexpr", "D": "constexpr"}, tensordesc_meta=meta, **metadata,
     )  # fmt: skip
     other = FakeKernel(
         driver,
         22,
         {"FIRST": "*i32", "UNTIL": "*i32", "start": "i32", "scale": "fp32", "big": "i64", "D": "constexpr"},
     )
-    launches = [
-        Launch(one, (2, 3, 4), (Tile("q", 64), "out", "scale", 16, 1), {"D": 64}),
-        Launch(other, (5, 1, 1), ("first", "until", "start", "scale", 2**40), {"D": 64}),
+    values = {"H": 16, "one": 1, "D": 64, "big": 2**40, "ORDER": ORDER, "UNTIL": None, "of another kernel": 3}
+    kernels = [
+        Kernel(one, (2, 3, 4), values, {"num_warps": 4}, {"Q": [1, 1, 64, 64]}),
+        Kernel(other, (5, 1, 1), values, {}),
     ]
-    parts = {"first": Part("windows", 0, torch.int32), "until": Part("windows", 16, torch.int32)}
-    return Program(("q", "out", "windows"), ("start", "scale"), parts, launches, 64), one, other
+    slices = {"FIRST": Slice("windows", 0, torch.int32), "UNTIL": Slice("windows", 16, torch.int32)}
+    return Launch(kernels, slices), one, other
 
 
-def tensors() -> tuple[torch.Tensor, ...]:
+ORDER = torch.arange(3, dtype=torch.int32)
+
+
+def run_values(start: int = 0, scale: float = 1.0) -> dict[str, Any]:
     q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
-    return q, torch.zeros_like(q), torch.zeros(8, dtype=torch.int32)
+    windows = torch.arange(8, dtype=torch.int32)
+    return {"Q": q, "OUT": torch.zeros_like(q), "windows": windows, "LINE": None, "start": start, "scale": scale}
+
+
+def test_arguments_are_bound_by_name(driver: FakeDriver) -> None:
+    launch, one, other = a_launch(driver)
+    given = run_values(5, 0.5)
+    launch.run(given)
+    (grid, arguments), (_, second) = one.calls[0], other.calls[0]
+    assert grid == (2, 3, 4)
+    described = arguments.pop("Q")
+    assert (described.base is given["Q"], described.block_shape) == (True, [1, 1, 64, 64])
+    assert arguments.pop("OUT") is given["OUT"]
+    assert arguments.pop("ORDER") is ORDER
+    assert arguments == {"LINE": None, "scale": 0.5, "H": 16, "one": 1, "D": 64, "num_warps": 4}
+    assert (second.pop("FIRST").tolist(), second.pop("UNTIL").tolist()) == ([0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7])
+    assert second == {"start": 5, "scale": 0.5, "big": 2**40, "D": 64}
+
+
+def test_a_parameter_that_is_not_given_is_an_error(driver: FakeDriver) -> None:
+    launch, one, _ = a_launch(driver)
+    given = run_values()
+    del given["LINE"], given["scale"]
+    with pytest.raises(TypeError, match="kernel_11 is not given LINE, scale"):
+        launch.run(given)
+    assert one.calls == []
+
+
+def test_every_parameter_of_the_kernels_has_a_value() -> None:
+    """Of all the kernels there are, by all the features there are: the mapping names each parameter."""
+    from trainshort.ops.bias import BucketBias, LinearBias
+    from trainshort.ops.problem import Problem
+    from trainshort.ops.triton import call, config, driver, launch
+
+    q = torch.zeros(2, 3, 640, 64, dtype=torch.bfloat16)
+    seen = set()
+    for causal in (True, False):
+        for bias in (None, LinearBias(torch.ones(3)), BucketBias(torch.zeros(32, 3))):
+            problem = Problem(q=q, k=q, v=q, bias=bias, causal=causal, scale=1.0, tolerance=0.01)
+            described = call.describe(problem)
+            about = config.config_for(described.features, q, q, q)
+            forward = about.forward_kernels(q, True)
+            backward = about.backward_kernels(q, q, q, q, q, bias is not None)
+            run = dict.fromkeys(
+                ("Q", "K", "V", "OUT", "LSE", "DO", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES", "DTABLE")
+            )
+            for kernel in (*forward, *backward):
+                plain = kernel._replace(tiles={})
+                slices = dict.fromkeys(about.slices, q)
+                arguments = launch.bind(plain, {**run, **slices, **described.values})
+                assert list(arguments) == list(kernel.function.arg_names)
+                assert isinstance(kernel, driver.Kernel)
+                seen.add(kernel.function.fn.__name__)
+    assert seen == {
+        "sample_kernel", "bounds_kernel", "largest_kernel", "forward_kernel", "order_kernel", "query_kernel",
+        "key_kernel",
+    }  # fmt: skip
 
 
 def test_the_first_run_is_triton_s_and_the_next_are_not(driver: FakeDriver) -> None:
-    program, one, other = a_program(driver)
-    program.run(tensors(), (5, 0.5))
+    launch, one, other = a_launch(driver)
+    launch.run(run_values(5, 0.5))
     assert (len(one.calls), len(other.calls), driver.launched) == (1, 1, [])
-    assert program.why_not_direct == ""
-    program.run(tensors(), (5, 0.5))
+    assert launch.why_not_direct == ""
+    launch.run(run_values(5, 0.5))
     assert (len(one.calls), len(other.calls), len(driver.launched)) == (1, 1, 2)
 
 
 def test_every_parameter_arrives(driver: FakeDriver) -> None:
-    program, _, _ = a_program(driver)
-    program.run(tensors(), (5, 0.5))
+    launch, _, _ = a_launch(driver)
+    launch.run(run_values(5, 0.5))
     for start, scale in ((6, 0.25), (-1, 3.5)):
-        q, out, windows = tensors()
+        given = run_values(start, scale)
+        q, out, windows = given["Q"], given["OUT"], given["windows"]
         driver.launched.clear()
-        program.run((q, out, windows), (start, scale))
+        launch.run(given)
         first, second = driver.launched
         assert (first["function"], first["grid"], first["block"]) == (11, (2, 3, 4), (128, 1, 1))
         assert (first["shared"], first["stream"]) == (64, 7)
@@ -170,75 +231,92 @@ def test_every_parameter_arrives(driver: FakeDriver) -> None:
         assert first["addresses"][0] % 64 == 0
         assert [struct.unpack("i", value)[0] for value in values[:4]] == [1, 2, 128, 64]
         assert [struct.unpack("q", value)[0] for value in values[4:8]] == list(q.stride())
-        rest = struct.unpack("=QfiQQ", b"".join(values[8:]))
-        assert rest == (out.data_ptr(), scale, 16, 0, 0)
+        rest = struct.unpack("=QQfiQQ", b"".join(values[8:]))
+        assert rest == (out.data_ptr(), ORDER.data_ptr(), scale, 16, 0, 0)
         assert struct.unpack("=QQifqQQ", b"".join(second["values"])) == (
             windows.data_ptr(), windows.data_ptr() + 16, start, scale, 2**40, 0, 0,
         )  # fmt: skip
 
 
 def test_a_descriptor_is_written_anew_only_for_another_tensor(driver: FakeDriver) -> None:
-    program, _, _ = a_program(driver)
-    same, other = tensors(), tensors()
+    launch, _, _ = a_launch(driver)
+    same, other = run_values(), run_values()
     for given in (same, same, same, other, other, same):
-        program.run(given, (0, 1.0))
-    assert driver.replaced == [other[0].data_ptr(), same[0].data_ptr()]
+        launch.run(given)
+    assert driver.replaced == [other["Q"].data_ptr(), same["Q"].data_ptr()]
 
 
 def test_streams_are_followed(driver: FakeDriver) -> None:
-    program, _, _ = a_program(driver)
+    launch, _, _ = a_launch(driver)
     for stream in (7, 7, 9, 0):
         driver.stream = stream
-        program.run(tensors(), (0, 1.0))
-    assert [launch["stream"] or 0 for launch in driver.launched] == [7, 7, 9, 9, 0, 0]
+        launch.run(run_values())
+    assert [launched["stream"] or 0 for launched in driver.launched] == [7, 7, 9, 9, 0, 0]
 
 
 def test_a_thread_without_a_context_gets_one(driver: FakeDriver) -> None:
-    program, _, _ = a_program(driver)
-    program.run(tensors(), (0, 1.0))
+    launch, _, _ = a_launch(driver)
+    launch.run(run_values())
     driver.failures = [201]
-    program.run(tensors(), (0, 1.0))
+    launch.run(run_values())
     assert (driver.contexts, len(driver.launched)) == (1, 2)
 
 
 def test_a_launch_that_fails_raises(driver: FakeDriver) -> None:
-    program, _, _ = a_program(driver)
-    program.run(tensors(), (0, 1.0))
+    launch, _, _ = a_launch(driver)
+    launch.run(run_values())
     driver.failures = [719]
     with pytest.raises(RuntimeError, match=r"could not launch a kernel: an unhappy device \(719\)"):
-        program.run(tensors(), (0, 1.0))
-    program.run(tensors(), (0, 1.0))  # the lock was given back
+        launch.run(run_values())
+    launch.run(run_values())  # the lock was given back
     assert len(driver.launched) == 2
 
 
 def test_parameters_that_the_driver_sees_otherwise_stay_with_triton(driver: FakeDriver) -> None:
-    program, one, _ = a_program(driver)
+    launch, one, _ = a_launch(driver)
     driver.parameters[11].append(4)
     for _ in range(3):
-        program.run(tensors(), (0, 1.0))
-    assert "were expected" in program.why_not_direct
+        launch.run(run_values())
+    assert "were expected" in launch.why_not_direct
     assert (len(one.calls), driver.launched) == (3, [])
 
 
 @pytest.mark.parametrize("metadata", [{"launch_pdl": True}, {"num_ctas": 2}, {"global_scratch_size": 128}], ids=str)
 def test_kernels_of_another_kind_stay_with_triton(driver: FakeDriver, metadata: dict[str, Any]) -> None:
-    program, one, _ = a_program(driver, **metadata)
-    program.run(tensors(), (0, 1.0))
-    program.run(tensors(), (0, 1.0))
-    assert next(iter(metadata)) in program.why_not_direct
+    launch, one, _ = a_launch(driver, **metadata)
+    launch.run(run_values())
+    launch.run(run_values())
+    assert next(iter(metadata)) in launch.why_not_direct
     assert (len(one.calls), driver.launched) == (2, [])
 
 
 def test_the_environment_can_ask_for_triton_s_launcher(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHORT_LAUNCH", "triton")
-    program, one, _ = a_program(driver)
-    program.run(tensors(), (0, 1.0))
-    program.run(tensors(), (0, 1.0))
+    launch, one, _ = a_launch(driver)
+    launch.run(run_values())
+    launch.run(run_values())
     assert (len(one.calls), driver.launched) == (2, [])
 
 
 def test_numbers_of_two_types_stay_with_triton(driver: FakeDriver) -> None:
-    program, _, other = a_program(driver)
+    launch, _, other = a_launch(driver)
     other.handle.src.signature["scale"] = "i64"
-    program.run(tensors(), (0, 1.0))
-    assert "scale is fp32 to one kernel, i64 to another" in program.why_not_direct
+    launch.run(run_values())
+    assert "scale is fp32 to one kernel, i64 to another" in launch.why_not_direct
+
+
+def test_a_number_that_changes_and_was_compiled_in_stays_with_triton(driver: FakeDriver) -> None:
+    """Triton compiles an int of 1 in, unless it is told not to."""
+    launch, _, other = a_launch(driver)
+    other.handle.src.signature["start"] = "constexpr"
+    launch.run(run_values(1))
+    assert "start changes from run to run" in launch.why_not_direct
+
+
+def test_kernels_that_were_interpreted_stay_with_triton(driver: FakeDriver) -> None:
+    launch, one, _ = a_launch(driver)
+    one.handle = None
+    launch.run(run_values())
+    launch.run(run_values())
+    assert "interpreted" in launch.why_not_direct
+    assert (len(one.calls), driver.launched) == (2, [])

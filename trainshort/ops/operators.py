@@ -21,7 +21,9 @@ from torch import Tensor
 from trainshort.ops.bias import BIASES, FIELD_TYPES, SIGHTS, Bias
 from trainshort.ops.blocked import run as blocked
 from trainshort.ops.problem import Problem, gradient_like
+from trainshort.ops.tracing import no_double_backward, no_vmap
 from trainshort.ops.triton import run as triton
+from trainshort.ops.triton.shapes import gradient_of
 from trainshort.ops.values import check_values
 
 Results = tuple[Tensor, Tensor, Tensor]  # output, log-sum-exp, windows
@@ -162,29 +164,15 @@ def _gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return tuple(gradients[name] if wanted[name] and name in gradients else None for name in NAMES)
 
 
-def no_double_backward(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError(
-        "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
-    )
-
-
-def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise NotImplementedError(
-        "trainshort attention has no vmap: it is batched already, over its first two dimensions"
-    )
-
-
 def _decode(*arguments: Any) -> Tensor:
-    problem = unpack(arguments)
-    check_values(problem)
-    return triton.decode(problem)
+    return triton.decode(unpack(arguments))
 
 
 blocked_op, blocked_backward_op = _attention_operator(
     "blocked", blocked.attend, blocked.fake, blocked.gradients, gradient_like
 )
 triton_op, triton_backward_op = _attention_operator(
-    "triton", triton.forward, triton.fake, triton.backward, triton.gradient_of
+    "triton", triton.forward, triton.fake, triton.backward, gradient_of
 )
 triton_decode_op = _operator(
     "triton_decode", _decode, lambda *arguments: triton.fake(unpack(arguments))[0], _schema(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,3 +43,15 @@ def refuse_transforms(tensors: Sequence[Tensor]) -> None:
         raise NotImplementedError(
             "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
         )
+
+
+def no_double_backward(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError(
+        "trainshort attention has no double backward: use backend='reference' for gradients of gradients"
+    )
+
+
+def no_vmap(info: Any, in_dims: Any, *args: Any) -> None:
+    raise NotImplementedError(
+        "trainshort attention has no vmap: it is batched already, over its first two dimensions"
+    )

@@ -127,19 +127,21 @@ def decoding_not_finite() -> None:
 
 
 def _parts(case: Case) -> dict[str, Tensor]:
-    plan, _, scratch = run_forward(case)
-    found = {}
-    for name in ("reach", "center", "norm", "pasts", "norm_past", "most_past"):
-        part = plan.scratch_parts[name]
-        found[name] = scratch[part.offset :].view(torch.float32)
-    shape = (plan.batch, plan.kv_heads, plan.key_units)
-    by_head = (plan.batch, plan.heads, plan.key_units)
-    for name, size in (("norm", shape), ("norm_past", shape), ("pasts", by_head), ("most_past", by_head)):
-        found[name] = found[name][: math.prod(size)].view(size).double()
-    found["reach"] = found["reach"][: plan.batch * plan.heads].view(plan.batch, plan.heads).double()
-    size = (plan.batch, plan.kv_heads, plan.dim)
-    found["center"] = found["center"][: math.prod(size)].view(size).double()
-    return found
+    config, _, scratch = run_forward(case)
+    by_key_head = (config.batch, config.kv_heads, config.key_units)
+    by_head = (config.batch, config.heads, config.key_units)
+    sizes = {
+        "QUERY_NORM": (config.batch, config.heads),
+        "CENTER": (config.batch, config.kv_heads, config.dim),
+        "NORM": by_key_head,
+        "NORM_PAST": by_key_head,
+        "PASTS": by_head,
+        "MOST_PAST": by_head,
+    }
+    return {
+        name: scratch[config.slices[name].offset :].view(torch.float32)[: math.prod(size)].view(size).double()
+        for name, size in sizes.items()
+    }
 
 
 def assert_ingredients(case: Case) -> None:
@@ -147,21 +149,21 @@ def assert_ingredients(case: Case) -> None:
     batch, kv_heads, keys, _ = case.k.shape
     units = -(-keys // UNIT)
     group = case.q.shape[1] // kv_heads
-    true = (case.k.double() - parts["center"][:, :, None]).norm(dim=-1)
+    true = (case.k.double() - parts["CENTER"][:, :, None]).norm(dim=-1)
     padded = torch.nn.functional.pad(true, (0, units * UNIT - keys), value=-math.inf)
     padded = padded.view(batch, kv_heads, units, UNIT)
-    norm = parts["norm"][..., :units]
+    norm = parts["NORM"][..., :units]
     assert bool((norm >= padded.amax(-1)).all()), "a norm below the longest key of its unit"
-    assert bool((parts["norm_past"][..., :units] >= norm.cummax(-1).values).all()), "not the largest so far"
-    pasts = parts["pasts"][..., :units]
-    assert bool((parts["most_past"][..., :units] >= pasts.cummax(-1).values).all()), "not the largest so far"
+    assert bool((parts["NORM_PAST"][..., :units] >= norm.cummax(-1).values).all()), "not the largest so far"
+    pasts = parts["PASTS"][..., :units]
+    assert bool((parts["MOST_PAST"][..., :units] >= pasts.cummax(-1).values).all()), "not the largest so far"
     assert case.slopes is not None
     slope = case.slopes.double()[None, :, None, None]
     lengths = padded.repeat_interleave(group, dim=1)  # [B, H, units, UNIT]
     fade = -slope * torch.arange(UNIT - 1, -1, -1)
     whole = torch.logsumexp(fade, dim=-1)  # of a unit of keys without any length
     for part in (1.0, 0.5, 1e-3):
-        x = (part * parts["reach"])[..., None, None]
+        x = (part * parts["QUERY_NORM"])[..., None, None]
         sums = torch.logsumexp(x * lengths + fade, dim=-1) - whole
         bound = x[..., 0] * pasts
         slack = 0.002 + 1e-6 * bound.abs()  # what first_needed spares for it
@@ -205,11 +207,11 @@ def _small(check: Callable[[], None]) -> Callable[[], None]:
     """With windows at any length, and tiles that the interpreter runs fast."""
 
     def run() -> None:
-        from trainshort.ops.triton import decoding as host
+        from trainshort.ops.triton import launch
 
         with (
             mock.patch.object(shapes, "SHORTEST", 1),
-            mock.patch.object(host, "MOST_SPLITS", 4),
+            mock.patch.object(launch, "MOST_SPLITS", 4),
             quick_tiles(dtypes=(torch.float32,)),
         ):
             check()

@@ -1,7 +1,7 @@
 """Triton's interpreter: every kernel runs on the CPU, in a process of its own with TRITON_INTERPRET=1 (`make test`).
 
 Windows are looked for at any length here, not only where they pay. The interpreter's time goes by the number of
-tiles: float32 has as large ones as 16 bits, and decoding has four shares of the keys instead of 64.
+tiles: float32 has as large ones as 16 bits, and decoding has four splits of the keys instead of 64.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _short_and_quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not INTERPRETED:
         yield
         return
-    from trainshort.ops.triton import decoding
+    from trainshort.ops.triton import launch
 
     monkeypatch.setattr(shapes, "SHORTEST", 1)
-    monkeypatch.setattr(decoding, "MOST_SPLITS", 4)
+    monkeypatch.setattr(launch, "MOST_SPLITS", 4)
     with quick_tiles(dtypes=(torch.float32,)):
         yield

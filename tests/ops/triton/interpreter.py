@@ -1,4 +1,4 @@
-"""Handling the kernels under the interpreter: tile sizes, forgetting plans, and the windows as a set of pairs."""
+"""Handling the kernels under the interpreter: tile sizes, an empty cache, and the windows as a set of pairs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.ops.dense import Case
 from trainshort.ops.problem import Problem
 
 if TYPE_CHECKING:
-    from trainshort.ops.triton.plan import Plan
+    from trainshort.ops.triton.config import Config
 
 UNIT = 64
 
 
 def forget() -> None:
-    """What is remembered of shapes and tiles: plans keep them."""
-    from trainshort.ops.triton import decoding, known, plan, tuning
+    """What is cached of shapes and tiles."""
+    from trainshort.ops.triton import tuning
+    from trainshort.ops.triton.cache import CACHE
 
-    for remembered in (plan._plans, known._calls, decoding._programs):
-        remembered.clear()
+    CACHE.clear()
     tuning.tiles_for.cache_clear()
 
 
@@ -80,44 +80,44 @@ def sequences(case: Case) -> list[tuple[int, int, int, int, int]]:
     return found
 
 
-def run_forward(case: Case) -> tuple[Plan, Tensor, Tensor]:
-    """The plan, the windows of the backward pass, and the scratch memory, after a forward pass."""
+def run_forward(case: Case) -> tuple[Config, Tensor, Tensor]:
+    """The configuration, the windows of the backward pass, and the scratch memory, after a forward pass."""
     from trainshort.ops.triton import launch
-    from trainshort.ops.triton.plan import plan_for
+    from trainshort.ops.triton.call import describe
+    from trainshort.ops.triton.config import config_for
 
-    call = launch.prepare(problem_of(case))
-    plan = plan_for(call.kind, case.q, case.k, case.v)
-    _, _, windows, scratch = launch._forward(call, plan, case.q, case.k, case.v, track=True)
-    return plan, windows, scratch
+    call = describe(problem_of(case))
+    config = config_for(call.features, case.q, case.k, case.v)
+    _, _, windows, scratch = launch.forward_with_scratch(call, config, case.q, case.k, case.v, track=True)
+    assert scratch is not None
+    return config, windows, scratch
 
 
 def backward_windows(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FIRST, LAST, UNTIL and SINCE as they are for the backward pass; in causal attention first and third twice."""
-    plan, windows, _ = run_forward(case)
-    return _split(case, plan, windows)
+    config, windows, _ = run_forward(case)
+    return _split(case, config, windows)
 
 
-def _split(case: Case, plan: Plan, windows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sizes = [plan.units, plan.key_units] if case.causal else [plan.units] * 2 + [plan.key_units] * 2
-    assert windows.shape[2] == plan.width == sum(sizes) > 0
+def _split(case: Case, config: Config, windows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = [config.units, config.key_units] if case.causal else [config.units] * 2 + [config.key_units] * 2
+    assert windows.shape[2] == config.width == sum(sizes) > 0
     parts = windows.split(sizes, dim=2)
     return (parts[0], parts[0], parts[1], parts[1]) if case.causal else parts
 
 
 def kept_by_both(case: Case) -> tuple[Tensor, Tensor]:
     """The pairs inside the windows of the forward and of the backward pass, of one run: bool [B, H, Tq, Tk] each."""
-    from trainshort.ops.triton import launch
-
-    plan, windows, scratch = run_forward(case)
-    first, last, _, _ = _split(case, plan, windows)
-    return pairs(case, *launch.visited(plan, scratch)), pairs(case, first, last)
+    config, windows, scratch = run_forward(case)
+    first, last, _, _ = _split(case, config, windows)
+    return pairs(case, *config.visited(scratch)), pairs(case, first, last)
 
 
 def kept_by_forward(case: Case) -> Tensor:
     return kept_by_both(case)[0]
 
 
-def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:
+def pairs(case: Case, first: Tensor, last: Tensor | None) -> Tensor:
     """The pairs inside windows of key units by query unit: bool [B, H, Tq, Tk]."""
     batch, heads, queries, _ = case.q.shape
     keys = case.k.shape[2]
@@ -130,6 +130,7 @@ def pairs(case: Case, first: Tensor, last: Tensor) -> Tensor:
         low = first[row][:, units, None] * UNIT  # [H, nq, 1]
         inside = key >= low
         if not case.causal:
+            assert last is not None
             inside = inside & (key < last[row][:, units, None] * UNIT)
         kept[row, :, q0 : q0 + nq, k0 : k0 + nk] = inside
         unit += -(-nq // 128) * 2

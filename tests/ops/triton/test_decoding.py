@@ -124,10 +124,10 @@ def test_garbage_where_nobody_looks(name: str, garbage: float) -> None:
             assert torch.equal(dirty.attend("triton"), clean.attend("triton"))
 
 
-def test_as_many_shares_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainshort.ops.triton import decoding
+def test_as_many_splits_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainshort.ops.triton import launch
 
-    monkeypatch.setattr(decoding, "MOST_SPLITS", 64)
+    monkeypatch.setattr(launch, "MOST_SPLITS", 64)
     for kind in ("none", "keys"):
         assert_output_within_budget(with_norms(cache("steep"), kind), "triton")
 

@@ -330,12 +330,13 @@ def test_inputs_are_left_alone() -> None:
         assert torch.equal(getattr(case, name), tensor), name
 
 
-def test_what_a_plan_remembers_is_all_that_it_is_found_by() -> None:
-    """A plan keeps strides of its first call: problems with others must not share it."""
-    from trainshort.ops.triton.plan import kind_of, plan_for
+def test_what_a_configuration_holds_is_all_that_it_is_found_by() -> None:
+    """A configuration holds strides of its first call: problems with others must not share it."""
+    from trainshort.ops.triton.call import describe
+    from trainshort.ops.triton.config import config_for
 
     case = random_case(**CASES["left_right"] | {"batch": 2})
     by_row = replace(case, future=STEEP_BY_ROW)
-    one, other = (plan_for(kind_of(problem_of(c)), c.q, c.k, c.v) for c in (case, by_row))
-    assert one.stride_slope != other.stride_slope
+    one, other = (config_for(describe(problem_of(c)).features, c.q, c.k, c.v) for c in (case, by_row))
+    assert one.values["stride_slope"] != other.values["stride_slope"]
     assert one is not other

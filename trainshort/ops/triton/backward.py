@@ -1,12 +1,12 @@
 """Backward: two kernels that visit the same tiles, those that mattered in the forward pass, without atomics.
 
 `query_kernel` goes like the forward pass: one program for BM queries, which collects dq, the row sums
-delta = do.o that the other kernel needs, and its share of the gradient of slopes or table. `key_kernel` is one
+delta = do.o that the other kernel needs, and a partial sum of the gradient of slopes or table. `key_kernel` is one
 program for BN keys, at most a unit of them, which collects dk and dv over all queries that visit them, and over the
 heads of its group.
 
 With p_ij the softmax weights: dv_j = sum_i p_ij do_i;  ds_ij = p_ij (do_i.v_j - delta_i);
-dq_i = scale sum_j ds_ij k_j;  dk_j = scale sum_i ds_ij q_i;  dm = sum_ij ds_ij (j - i) for a past slope.
+dq_i = scale sum_j ds_ij k_j;  dk_j = scale sum_i ds_ij q_i;  dm = sum_ij ds_ij (j - i) for a past slope m.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainshort.ops.triton.tiles import (
     FUTURE,
     LINEAR,
     MASKED,
-    NONE,
+    NO_BIAS,
     PAST,
     ROWS,
     UNIT,
@@ -39,7 +39,7 @@ from trainshort.ops.triton.tiles import (
 @triton.jit
 def _query_range(
     dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-    stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, mp, mf, offset, reach, scale,
+    stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     DBIAS: tl.constexpr, NB: tl.constexpr,
@@ -49,14 +49,14 @@ def _query_range(
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
-        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        s = tl.dot(q, k.T, input_precision=PRECISION) * log2_scale
         if SIDE == MASKED:
-            if BIAS != NONE:
-                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, reach, BIAS, CAUSAL)
+            if BIAS != NO_BIAS:
+                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, max_distance, BIAS, CAUSAL)
             s -= lse[:, None]
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
         else:
-            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
+            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += column[None, :]
             s += (row - lse)[:, None]
         w = tl.exp2(s)
@@ -79,13 +79,13 @@ def _query_range(
         if DBIAS and BIAS == BUCKET:
             if SIDE == MASKED:
                 d = j[None, :] - p[:, None]
-                bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(d, -reach), reach) + reach)
+                bucket = tl.load(BUCKETS + tl.minimum(tl.maximum(d, -max_distance), max_distance) + max_distance)
                 index = tl.arange(0, NB)
                 for n in range(NB):
                     part = tl.sum(tl.sum(tl.where(bucket == n, ds, 0.0), 1), 0)
                     dtable += tl.where(index == n, part, 0.0)
             else:
-                bucket = tl.load(BUCKETS + (0 if SIDE == PAST else 2 * reach))
+                bucket = tl.load(BUCKETS + (0 if SIDE == PAST else 2 * max_distance))
                 dtable += tl.where(tl.arange(0, NB) == bucket, tl.sum(tl.sum(ds, 1), 0), 0.0)
     return dq, dpast, dfuture, dtable
 
@@ -94,22 +94,22 @@ def _query_range(
 def query_kernel(
     Q, K, V, DO, OUT, LSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST, LAST,
     SEQ, BLOCKS, ORDER, UNIT0,
-    start, scale, plain_scale,
+    start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_slope,
-    stride_window,
-    H, group, Tq, Tk, offset, reach,
+    stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
+    stride_slope, stride_window,
+    H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    part = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
     h = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:
         h = tl.load(ORDER + h)
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
-    row = block * ROWS + part * BM % ROWS
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, tile * BM // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    row = block * ROWS + tile * BM % ROWS
     if row >= nq:
         return
     hk = h // group
@@ -117,26 +117,26 @@ def query_kernel(
     k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
     v_base = b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh + k0.to(tl.int64) * stride_vt
     o_base = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + q0.to(tl.int64) * stride_ot
-    d_base = b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + q0.to(tl.int64) * stride_dt
-    g_base = b.to(tl.int64) * stride_gb + h.to(tl.int64) * stride_gh + q0.to(tl.int64) * stride_gt
+    do_base = b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh + q0.to(tl.int64) * stride_dot
+    dq_base = b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh + q0.to(tl.int64) * stride_dqt
     mp, mf = 0.0, 0.0
     if BIAS == LINEAR:
         mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
         mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
     if BIAS == BUCKET:
-        LINE += h * (2 * reach + 1)
+        LINE += h * (2 * max_distance + 1)
     unit0 = (b * H + h) * stride_window
     if PACKED:
-        unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (part * BM // ROWS)))
+        unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (tile * BM // ROWS)))
     r = row + tl.arange(0, BM)
-    p = position(start, r, nk, reach, CAUSAL)
+    p = position(start, r, nk, max_distance, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)
     lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
-    ref = position(start, row, nk, reach, CAUSAL)
-    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
+    ref = position(start, row, nk, max_distance, CAUSAL)
+    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, max_distance, BN, BIAS, CAUSAL)
 
     q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
-    do = load_rows(DO, b, h, row, d_base, stride_dt, nq, D, BD, BM, TMA)
+    do = load_rows(DO, b, h, row, do_base, stride_dot, nq, D, BD, BM, TMA)
     o = load_rows(OUT, b, h, row, o_base, stride_ot, nq, D, BD, BM, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = (b * H + h).to(tl.int64) * Tq + q0 + r
@@ -149,46 +149,46 @@ def query_kernel(
     dtable = tl.zeros([NB], tl.float32)
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
         D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
         D, BD, BN, BIAS, CAUSAL, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, mp, mf, offset, reach, scale,
+        stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
         D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
             D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale,
+            stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
             D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
         )  # fmt: skip
-    dq = tl.where(some[:, None], dq * plain_scale, 0.0)
-    store_rows(DQ, dq, row, g_base, stride_gt, nq, D, BD, BM)
+    dq = tl.where(some[:, None], dq * scale, 0.0)
+    store_rows(DQ, dq, row, dq_base, stride_dqt, nq, D, BD, BM)
     if DBIAS:
-        share = (b * H + h) * tl.num_programs(0) + part
+        partial = (b * H + h) * tl.num_programs(0) + tile
         if BIAS == LINEAR:
-            tl.store(DSLOPES + share, tl.sum(tl.where(some, dpast, 0.0), 0))
+            tl.store(DSLOPES + partial, tl.sum(tl.where(some, dpast, 0.0), 0))
             if not CAUSAL:
-                tl.store(DFUTURES + share, tl.sum(tl.where(some, dfuture, 0.0), 0))
+                tl.store(DFUTURES + partial, tl.sum(tl.where(some, dfuture, 0.0), 0))
         if BIAS == BUCKET:
-            tl.store(DTABLE + share * NB + tl.arange(0, NB), dtable)
+            tl.store(DTABLE + partial * NB + tl.arange(0, NB), dtable)
 
 
 @triton.jit
 def _key_range(
-    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, b, h, q_base, d_base, at, stride_qt, stride_dt, unit0, nq, nk,
-    first, end, j, start, sees, ref, mp, mf, offset, reach, scale,
+    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, nq,
+    nk, first, end, j, start, sees, ref, mp, mf, offset, max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     BLIND: tl.constexpr,
@@ -196,9 +196,9 @@ def _key_range(
     """Take in the query tiles of one range."""
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
-        p = position(start, r, nk, reach, CAUSAL)
+        p = position(start, r, nk, max_distance, CAUSAL)
         q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
-        do = load_rows(DO, b, h, row, d_base, stride_dt, nq, D, BD, BM, TMA)
+        do = load_rows(DO, b, h, row, do_base, stride_dot, nq, D, BD, BM, TMA)
         lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
         if SIDE == MASKED:
@@ -206,14 +206,14 @@ def _key_range(
             if BLIND:  # what stands in queries that see nothing must not even be multiplied by zero
                 q = tl.where(some[:, None], q, 0.0).to(q.dtype)
                 do = tl.where(some[:, None], do, 0.0).to(do.dtype)
-        s = tl.dot(k, q.T, input_precision=PRECISION) * scale  # [BN, BM]
+        s = tl.dot(k, q.T, input_precision=PRECISION) * log2_scale  # [BN, BM]
         if SIDE == MASKED:
             seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]) & some[None, :]
-            if BIAS != NONE:
-                s += full_bias(LINE, p[None, :], j[:, None], mp, mf, offset, reach, BIAS, CAUSAL)
+            if BIAS != NO_BIAS:
+                s += full_bias(LINE, p[None, :], j[:, None], mp, mf, offset, max_distance, BIAS, CAUSAL)
             w = tl.exp2(tl.where(seen, s - lse[None, :], -float("inf")))
         else:
-            query_term, key_term = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
+            query_term, key_term = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += key_term[:, None]
             w = tl.exp2(s + (query_term - lse)[None, :])
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -229,22 +229,22 @@ def _key_range(
 def key_kernel(
     Q, K, V, DO, LSE, DELTA, DK, DV, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER,
     UNIT0,
-    start, scale, plain_scale,
+    start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_db, stride_dh, stride_dt, stride_gb, stride_gh, stride_gt, stride_eb, stride_eh, stride_et,
+    stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     stride_slope, stride_window,
-    H, group, Tq, Tk, offset, reach,
+    H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)
+    tile = tl.program_id(0)
     b = tl.program_id(1)
     hk = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:  # where every head has keys of its own
         hk = tl.load(ORDER + hk)
-    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, part * BN // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
-    key = block * ROWS + part * BN % ROWS
+    block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, tile * BN // ROWS, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    key = block * ROWS + tile * BN % ROWS
     if key >= nk:
         return
     k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
@@ -255,11 +255,11 @@ def key_kernel(
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
     key_last = tl.minimum(key + BN, nk) - 1
-    near = reach if BIAS == BUCKET else 0
+    near = max_distance if BIAS == BUCKET else 0
     for member in range(group):
         h = hk * group + member
         q_base = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + q0.to(tl.int64) * stride_qt
-        d_base = b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + q0.to(tl.int64) * stride_dt
+        do_base = b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh + q0.to(tl.int64) * stride_dot
         at = (b * H + h).to(tl.int64) * Tq + q0
         mp, mf = 0.0, 0.0
         line = LINE
@@ -267,12 +267,12 @@ def key_kernel(
             mp = tl.load(SLOPES + b * stride_slope + h) * 1.4426950408889634
             mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
         if BIAS == BUCKET:
-            line += h * (2 * reach + 1)
+            line += h * (2 * max_distance + 1)
         sees = sees_of(SEES, h, CAUSAL, SIDED)
         unit0 = (b * H + h) * stride_window
         until0 = (b * H + h) * stride_window + key // UNIT
         if PACKED:
-            document = tl.load(BLOCKS + 2 * (part * BN // ROWS))
+            document = tl.load(BLOCKS + 2 * (tile * BN // ROWS))
             unit0 += tl.load(UNIT0 + document)
             until0 += tl.load(UNIT0 + document)
         # Rows that may see these keys: [r0, r1). In front of n1 they look ahead to all of them, from n2 on back.
@@ -295,22 +295,22 @@ def key_kernel(
                 n2 = tl.where(sees == 2, r1, n2)
             n1 = tl.where(sees == 1, r0, tl.minimum(tl.maximum(n1, r0), n2))
             dk, dv = _key_range(
-                dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
-                unit0, nq, nk, r0, n1, j, start, sees, key, mp, mf, offset, reach, scale,
+                dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
+                unit0, nq, nk, r0, n1, j, start, sees, key, mp, mf, offset, max_distance, log2_scale,
                 D, BD, BM, BIAS, CAUSAL, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
             )  # fmt: skip
             m0 = n1
         dk, dv = _key_range(
-            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
-            unit0, nq, nk, m0, n2, j, start, sees, key, mp, mf, offset, reach, scale,
+            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
+            unit0, nq, nk, m0, n2, j, start, sees, key, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND,
         )  # fmt: skip
         dk, dv = _key_range(
-            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, d_base, at, stride_qt, stride_dt,
-            unit0, nq, nk, n2, r1, j, start, sees, key + BN, mp, mf, offset, reach, scale,
+            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
+            unit0, nq, nk, n2, r1, j, start, sees, key + BN, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND,
         )  # fmt: skip
-    g_base = b.to(tl.int64) * stride_gb + hk.to(tl.int64) * stride_gh + k0.to(tl.int64) * stride_gt
-    e_base = b.to(tl.int64) * stride_eb + hk.to(tl.int64) * stride_eh + k0.to(tl.int64) * stride_et
-    store_rows(DK, dk * plain_scale, key, g_base, stride_gt, nk, D, BD, BN)
-    store_rows(DV, dv, key, e_base, stride_et, nk, D, BD, BN)
+    dk_base = b.to(tl.int64) * stride_dkb + hk.to(tl.int64) * stride_dkh + k0.to(tl.int64) * stride_dkt
+    dv_base = b.to(tl.int64) * stride_dvb + hk.to(tl.int64) * stride_dvh + k0.to(tl.int64) * stride_dvt
+    store_rows(DK, dk * scale, key, dk_base, stride_dkt, nk, D, BD, BN)
+    store_rows(DV, dv, key, dv_base, stride_dvt, nk, D, BD, BN)

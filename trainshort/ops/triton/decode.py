@@ -1,9 +1,10 @@
 """Decoding: a few queries after many cached keys. Split over keys, reading only what can matter.
 
-`split_kernel` is one program for one share of the keys of one key head; the queries of its group (and, with a few
+`split_kernel` is one program for one split of the keys of one key head; the queries of its group (and, with a few
 queries a row, all of them) are the rows of its tile. Each program finds the window by itself, in O(1) from the norms
-that a cache keeps, so heads of short windows have few shares to do and the rest return at once. `join_kernel` merges
-the shares. The window: W >= (x K - score of the nearest key + ln(1/tolerance) - ln(1 - e^-m)) / m, as in the proof.
+that a cache keeps, so heads of short windows have few splits to do and the rest return at once. `join_kernel` merges
+the splits: PARTIAL is the output of each, SUMS its log-sum-exp. The window, for a slope m:
+W >= (x K - score of the nearest key + ln(1/tolerance) - ln(1 - e^-m)) / m, as in the proof.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from trainshort.ops.triton.windows import UNDERFLOW, lengths
 
 @triton.jit(do_not_specialize=["start", "Tk", "norm_count"])
 def split_kernel(
-    Q, K, V, PARTS, SUMS, SLOPES, LINE, NORMS, SEQ, norm_count, Tk, start, scale, budget,
+    Q, K, V, PARTIAL, SUMS, SLOPES, LINE, NORMS, SEQ, norm_count, Tk, start, scale, budget,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_nb, stride_nh, stride_slope, H, group, Tq, reach,
+    stride_nb, stride_nh, stride_slope, H, group, Tq, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
     WINDOWS: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    share = tl.program_id(0)
+    split = tl.program_id(0)
     hk = tl.program_id(1)
     b = tl.program_id(2)
     k0, nk = b * 0, b * 0 + Tk
@@ -35,14 +36,14 @@ def split_kernel(
     d = tl.arange(0, BD)
     rows = i < group * Tq
     h = hk * group + i // Tq
-    p = position(start, i % Tq, nk, reach, True)
+    p = position(start, i % Tq, nk, max_distance, True)
     q_at = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + (i % Tq).to(tl.int64) * stride_qt
     q = tl.load(Q + q_at[:, None] + d[None, :], mask=rows[:, None] & (d < D)[None, :], other=0.0)
     k_base = b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh + k0.to(tl.int64) * stride_kt
     v_base = b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh + k0.to(tl.int64) * stride_vt
-    m = tl.zeros([BM], tl.float32)
+    slope = tl.zeros([BM], tl.float32)
     if BIAS == LINEAR:
-        m = tl.load(SLOPES + b * stride_slope + h, mask=rows, other=1.0)
+        slope = tl.load(SLOPES + b * stride_slope + h, mask=rows, other=1.0)
     end = tl.minimum(tl.max(tl.where(rows, p, -1), 0) + 1, nk)
     first = b * 0
     if WINDOWS:
@@ -59,21 +60,21 @@ def split_kernel(
             norms = tl.load(NORMS + b * stride_nb + hk * stride_nh + index, mask=index < norm_count, other=0.0)
             norm = tl.maximum(norm, tl.max(norms, 0))
             odd += tl.sum(tl.where(norms < 1e30, 0, 1), 0)  # NaN compares false
-        near = tl.sum(wide * own.to(tl.float32), 1) * scale - m * (p - nearest).to(tl.float32)
+        near = tl.sum(wide * own.to(tl.float32), 1) * scale - slope * (p - nearest).to(tl.float32)
         slack = 1.0 + 4.0 * (D + 4) * 1.1920929e-7
-        geometric = tl.where(m < 1e-4, -tl.log(m) + m, -tl.log(1.0 - tl.exp(-m)))
-        width = (x * (norm + D * UNDERFLOW) * slack - near + budget + geometric + 0.01) / m
+        geometric = tl.where(slope < 1e-4, -tl.log(slope) + slope, -tl.log(1.0 - tl.exp(-slope)))
+        width = (x * (norm + D * UNDERFLOW) * slack - near + budget + geometric + 0.01) / slope
         back = tl.where((width > 0.0) & (width < 16777216.0), tl.ceil(width).to(tl.int32) + 1, 1 << 30)
         lowest = tl.min(tl.where(seen, p - back, 1 << 30), 0)
         first = tl.where(odd > 0, 0, tl.minimum(tl.maximum(lowest, 0), end) // UNIT * UNIT)
     total = tl.maximum(end - first, 0)
     per = ((total + SPLITS - 1) // SPLITS + BN - 1) // BN * BN
-    low = first + share * per
+    low = first + split * per
     high = tl.minimum(low + per, end)
 
     acc = tl.zeros([BM, BD], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    top = tl.full([BM], -float("inf"), tl.float32)
+    row_max = tl.full([BM], -float("inf"), tl.float32)
     for key in tl.range(low, high, BN, num_stages=STAGES):
         j = key + tl.arange(0, BN)
         inside = (j < end)[:, None] & (d < D)[None, :]
@@ -82,44 +83,45 @@ def split_kernel(
         s = tl.dot(q, k.T, input_precision=PRECISION) * (scale * 1.4426950408889634)
         away = j[None, :] - p[:, None]
         if BIAS == LINEAR:
-            s += (m * 1.4426950408889634)[:, None] * away.to(tl.float32)
+            s += (slope * 1.4426950408889634)[:, None] * away.to(tl.float32)
         if BIAS == BUCKET:
-            line = tl.minimum(tl.maximum(away, -reach), reach) + reach
-            s += tl.load(LINE + (h * (2 * reach + 1))[:, None] + line, mask=rows[:, None], other=0.0)
+            line = tl.minimum(tl.maximum(away, -max_distance), max_distance) + max_distance
+            s += tl.load(LINE + (h * (2 * max_distance + 1))[:, None] + line, mask=rows[:, None], other=0.0)
         s = tl.where((away <= 0) & (j < end)[None, :], s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
+        new = tl.maximum(row_max, tl.max(s, 1))
         shift = tl.where(new == -float("inf"), 0.0, new)
         w = tl.exp2(s - shift[:, None])
-        fade = tl.exp2(top - shift)
+        fade = tl.exp2(row_max - shift)
         l = l * fade + tl.sum(w, 1)
         v = tl.load(V + v_base + j_at * stride_vt + d[None, :], mask=inside, other=0.0)
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        top = new
-    at = ((b * H + h).to(tl.int64) * Tq + i % Tq) * SPLITS + share
+        row_max = new
+    at = ((b * H + h).to(tl.int64) * Tq + i % Tq) * SPLITS + split
     done = rows & (i * 0 + low < high)
-    tl.store(SUMS + at, tl.where(low < high, top + tl.log2(l), -float("inf")), mask=rows)
-    tl.store(PARTS + at[:, None] * D + d[None, :], acc / l[:, None], mask=done[:, None] & (d < D)[None, :])
+    tl.store(SUMS + at, tl.where(low < high, row_max + tl.log2(l), -float("inf")), mask=rows)
+    tl.store(PARTIAL + at[:, None] * D + d[None, :], acc / l[:, None], mask=done[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def join_kernel(
-    PARTS, SUMS, OUT, stride_ob, stride_oh, stride_ot, H, Tq,
+    PARTIAL, SUMS, OUT, stride_ob, stride_oh, stride_ot, H, Tq,
     D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
-    share = tl.arange(0, SPLITS)
+    split = tl.arange(0, SPLITS)
     d = tl.arange(0, BD)
-    at = ((b * H + h).to(tl.int64) * Tq + t) * SPLITS + share
+    at = ((b * H + h).to(tl.int64) * Tq + t) * SPLITS + split
     lse = tl.load(SUMS + at)
     odd = tl.sum(tl.where(lse != lse, 1, 0), 0) > 0  # the maximum drops NaN
-    top = tl.max(lse, 0)
-    weight = tl.where(lse > -float("inf"), tl.exp2(lse - tl.where(top > -float("inf"), top, 0.0)), 0.0)
+    row_max = tl.max(lse, 0)
+    weight = tl.where(lse > -float("inf"), tl.exp2(lse - tl.where(row_max > -float("inf"), row_max, 0.0)), 0.0)
     weight = tl.where(lse != lse, 1.0, weight)
-    part = tl.load(PARTS + at[:, None] * D + d[None, :], mask=(weight > 0.0)[:, None] & (d < D)[None, :], other=0.0)
+    inside = (weight > 0.0)[:, None] & (d < D)[None, :]
+    partial = tl.load(PARTIAL + at[:, None] * D + d[None, :], mask=inside, other=0.0)
     total = tl.sum(weight, 0)
-    out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     out = tl.where(odd, float("nan"), out)
     base = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + t.to(tl.int64) * stride_ot
     tl.store(OUT + base + d, out.to(OUT.dtype.element_ty), mask=d < D)

@@ -1,9 +1,9 @@
 """Compiled kernels launched straight through the CUDA driver.
 
 Triton's own way in looks at every argument of every launch: some 40 µs a kernel, and a short sequence takes seven.
-But for a few addresses and numbers, what the kernels of a program are told is the same each time. So it lies in one
-table in memory: a run writes addresses and numbers into it, and passes each kernel a list of pointers into the table
-that was made beforehand.
+But for a few addresses and numbers, the arguments of the kernels of a launch are the same each time. So they lie in
+one table in memory: a run writes addresses and numbers into it, and passes each kernel a list of pointers into the
+table that was made beforehand.
 
 What a kernel's parameters are is Triton's own affair, so the layout assumed here is compared with what the driver
 says of the compiled function, and where they differ nothing is launched this way: `UnsupportedError`.
@@ -15,7 +15,7 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,20 +34,22 @@ class UnsupportedError(Exception):
     """Why kernels cannot be launched straight through the driver."""
 
 
-class Tile(NamedTuple):
-    """An argument: a tensor of four dimensions, read in tiles of so many rows."""
+class Kernel(NamedTuple):
+    """One kernel of a launch, with those of its values that stay the same from run to run."""
 
-    name: str
-    rows: int
-
-
-class Launch(NamedTuple):
-    """One kernel of a program. Its arguments in order: names of tensors and numbers, tiles, plain numbers."""
-
-    kernel: Any
+    function: Any  # decorated with @triton.jit
     grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    values: Mapping[str, Any]  # by the names of parameters; those of other kernels may be among them
+    options: Mapping[str, Any]  # num_warps and the like
+    tiles: Mapping[str, Sequence[int]] = {}  # tensors read by the hardware's tile copies, and the shape of a tile
+
+
+class Slice(NamedTuple):
+    """A stretch of a tensor, from `offset` bytes on, that kernels know by a name of its own."""
+
+    tensor: str
+    offset: int
+    dtype: torch.dtype
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -91,7 +93,7 @@ def check(status: int, what: str) -> None:
 
 
 class _Descriptor:
-    """A tile copy's description in the table, of the tensor that lies at `address`."""
+    """The description of a tile copy at `place` in the table, for the tensor that lies at `address`."""
 
     def __init__(self, place: int, tensor: int) -> None:
         self.place, self.tensor, self.address = place, tensor, 0
@@ -100,11 +102,18 @@ class _Descriptor:
 class _Layout:
     """What lies where in the table: first addresses and numbers that change, eight bytes each, then what stays."""
 
-    def __init__(self, names: Sequence[str], numbers: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        self.names, self.numbers, self.tensors = tuple(names), tuple(numbers), tensors
-        self.slots = {name: 8 * index for index, name in enumerate((*names, *numbers))}
-        self.size = 8 * len(self.slots)
-        self.types: dict[str, str] = {}  # of numbers
+    def __init__(self, kernels: Sequence[Kernel], slices: Mapping[str, Slice], values: Mapping[str, Any]) -> None:
+        """values: those of one run."""
+        used = {name for kernel in kernels for name in kernel.function.arg_names}
+        self.values = values
+        self.slices = {name: part for name, part in slices.items() if name in used}
+        used |= {part.tensor for part in self.slices.values()}
+        self.tensors = [name for name, value in values.items() if name in used and isinstance(value, Tensor)]
+        self.numbers = [name for name, value in values.items() if name in used and isinstance(value, (int, float))]
+        changing = (*self.tensors, *self.slices, *self.numbers)
+        self.slots = {name: 8 * index for index, name in enumerate(changing)}
+        self.size = 8 * len(changing)
+        self.types: dict[str, str] = {}  # of numbers that change
         self.constants: dict[tuple[str, float], int] = {}
         self.descriptors: dict[tuple[Any, ...], tuple[_Descriptor, dict[str, Any]]] = {}
 
@@ -125,32 +134,33 @@ class _Layout:
 
     def tile(self, name: str, meta: dict[str, Any]) -> list[tuple[int, int]]:
         """A descriptor, and the shape and strides that Triton passes beside it."""
-        index = self.names.index(name)
         key = (name, *(repr(value) for value in meta.values()))
         if key not in self.descriptors:
-            self.descriptors[key] = (_Descriptor(self.reserve(DESCRIPTOR_BYTES), index), meta)
+            descriptor = _Descriptor(self.reserve(DESCRIPTOR_BYTES), self.tensors.index(name))
+            self.descriptors[key] = (descriptor, meta)
         place = self.descriptors[key][0].place
-        shape = [self.constant("i32", size) for size in self.tensors[index].shape]
-        strides = [self.constant("i64", stride) for stride in self.tensors[index].stride()]
+        shape = [self.constant("i32", size) for size in self.values[name].shape]
+        strides = [self.constant("i64", stride) for stride in self.values[name].stride()]
         return [(place, DESCRIPTOR_BYTES), *shape, *strides]
 
-    def parameters(self, launch: Launch, handle: Any) -> list[tuple[int, int]]:
-        """The place and the bytes of each parameter of a compiled kernel."""
+    def parameters(self, kernel: Kernel, handle: Any) -> list[tuple[int, int]]:
+        """The place and the bytes of each parameter of a compiled kernel, in the order of its signature."""
         found: list[tuple[int, int]] = []
         metas = iter(getattr(handle.metadata, "tensordesc_meta", None) or ())
-        types = list(handle.src.signature.values())[: len(launch.arguments)]
-        for argument, kind in zip(launch.arguments, types, strict=True):
-            name = argument.name if isinstance(argument, Tile) else argument
+        for name, kind in handle.src.signature.items():
+            changes = name in self.slots
             if kind == "constexpr":
-                continue
-            if kind.startswith("*"):
-                found.append((self.slots[name], 8))
-            elif isinstance(argument, Tile):
+                if changes:
+                    raise UnsupportedError(f"{name} changes from run to run, and was compiled in")
+            elif name in kernel.tiles:
                 found += self.tile(name, _as_dict(next(metas, None)))
+            elif kind.startswith("*"):
+                address = (self.slots[name], 8) if changes else self.constant("u64", kernel.values[name].data_ptr())
+                found.append(address)
             elif kind not in _FORMATS:
                 raise UnsupportedError(f"no rule for a number of type {kind}")
             else:
-                found.append(self.number(name, kind) if isinstance(name, str) else self.constant(kind, name))
+                found.append(self.number(name, kind) if changes else self.constant(kind, kernel.values[name]))
         return [*found, *[self.constant("u64", 0)] * 2]  # scratch memory, which these kernels do not have
 
     def memory(self) -> tuple[Any, int]:
@@ -163,34 +173,32 @@ class _Layout:
         base = ctypes.addressof(table)
         for descriptor, meta in self.descriptors.values():
             descriptor.place += base
-            _encode(descriptor, meta, self.tensors[descriptor.tensor])
+            _encode(descriptor, meta, self.values[self.tensors[descriptor.tensor]])
         return table, base
 
     def packer(self) -> Any:
         """Writes addresses and numbers into the table."""
         formats = (_FORMATS[self.types.get(name, "fp64")] for name in self.numbers)
-        return struct.Struct(f"={len(self.names)}Q" + "".join(formats)).pack_into
+        return struct.Struct(f"={len(self.tensors) + len(self.slices)}Q" + "".join(formats)).pack_into
 
 
-class Direct:
-    """A program ready to run, or UnsupportedError. Made from one run of it through Triton: its launches, what each
-    returned, its tensors.
-
-    names: of tensors (in the order that `run` takes them), then of parts of them; numbers: names, likewise.
-    parts: for each, which tensor, and how many bytes into it.
-    """
+class DirectLaunch:
+    """Kernels ready to run without Triton. Made from one run of them through Triton: the kernels, what each returned,
+    and the values of that run; those of later runs must have the same names, layouts and alignment. Raises
+    UnsupportedError where the kernels cannot be launched this way."""
 
     def __init__(
-        self, names: Sequence[str], parts: Sequence[tuple[int, int]], numbers: Sequence[str],
-        launches: Sequence[Launch], compiled: Sequence[Any], tensors: Sequence[Tensor],
+        self, kernels: Sequence[Kernel], slices: Mapping[str, Slice], compiled: Sequence[Any],
+        values: Mapping[str, Any],
     ) -> None:  # fmt: skip
         _require_plain(compiled)
-        layout = _Layout(names, numbers, tensors)
-        parameters = [layout.parameters(*pair) for pair in zip(launches, compiled, strict=True)]
+        layout = _Layout(kernels, slices, values)
+        parameters = [layout.parameters(*pair) for pair in zip(kernels, compiled, strict=True)]
         for handle, places in zip(compiled, parameters, strict=True):
             _compare(handle, places)
-        self.parts = tuple(parts)
-        self.device = tensors[0].device.index or 0
+        self.tensors, self.numbers = tuple(layout.tensors), tuple(layout.numbers)
+        self.slices = tuple((layout.tensors.index(part.tensor), part.offset) for part in layout.slices.values())
+        self.device = values[self.tensors[0]].device.index or 0
         self.current_stream = triton.runtime.driver.active.get_current_stream
         self.lock = threading.Lock()
         self.stream = 0
@@ -200,17 +208,18 @@ class Direct:
         self.descriptors = tuple(descriptor for descriptor, _ in layout.descriptors.values())
         self.configs = []
         self.launches = []
-        self.keep = list(compiled)
-        for launch, handle, places in zip(launches, compiled, parameters, strict=True):
+        self.keep = [*compiled, *kernels]  # code, and tensors whose addresses were written once for all runs
+        for kernel, handle, places in zip(kernels, compiled, parameters, strict=True):
             pointers = (ctypes.c_void_p * len(places))(*[base + place for place, _ in places])
-            config = _Config(launch.grid, (32 * handle.metadata.num_warps, 1, 1), handle.metadata.shared)
+            config = _Config(kernel.grid, (32 * handle.metadata.num_warps, 1, 1), handle.metadata.shared)
             self.keep.append(pointers)
             self.configs.append(config)
             self.launches.append((ctypes.addressof(config), handle.function, ctypes.addressof(pointers)))
 
-    def run(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        addresses += [addresses[tensor] + offset for tensor, offset in self.parts]
+    def run(self, values: Mapping[str, Any]) -> None:
+        addresses = [values[name].data_ptr() for name in self.tensors]
+        addresses += [addresses[tensor] + offset for tensor, offset in self.slices]
+        numbers = [values[name] for name in self.numbers]
         stream = self.current_stream(self.device)
         with self.lock:  # until the last kernel is launched: the driver copies the parameters
             self._pack(self.table, 0, *addresses, *numbers)
@@ -233,7 +242,9 @@ class Direct:
 
 
 def _require_plain(compiled: Sequence[Any]) -> None:
-    """Whether these kernels are of the kind that is launched here, on such a device, and nobody wants otherwise."""
+    """Refuse kernels that cannot be launched here, other devices, and all if the environment says so."""
+    if any(handle is None for handle in compiled):
+        raise UnsupportedError("kernels that were interpreted, not compiled")
     if os.environ.get("TRAINSHORT_LAUNCH") == "triton":
         raise UnsupportedError("TRAINSHORT_LAUNCH=triton")
     if torch.version.hip is not None:

@@ -11,7 +11,7 @@ the nearest keys is kept apart while that is so, because a steep slope's term wo
 The nearest keys come first, and a unit more than the diagonal. What they sum to is known before any far key is
 visited, and with the norms of the keys says which of them can matter at all: those outside [FROM, TO) are never read
 (windows.py). Of the others it turns out whether they did: FOUND is the last tile outwards beyond which no query of
-this program has more than `share` of its mass, and all that the backward pass needs to visit.
+this program has more softmax mass than `mass`, and all that the backward pass needs to visit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainshort.ops.triton.tiles import (
     LINEAR,
     MASKED,
     NEAR,
-    NONE,
+    NO_BIAS,
     PAST,
     ROWS,
     UNIT,
@@ -44,12 +44,12 @@ from trainshort.ops.triton.windows import first_needed, last_needed, lengths
 
 
 @triton.jit
-def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+def key_ranges(lo, hi, some, p, max_distance, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
     """The borders k0, u0, n1, n2, u1, k1 of the five ranges for these rows, all multiples of BN."""
     k0 = tl.min(tl.where(some, lo, FAR)) // BN * BN
     k1 = (tl.max(tl.where(some, hi, 0)) + BN - 1) // BN * BN
     k0 = tl.minimum(k0, k1)
-    near = reach if BIAS == BUCKET else 0
+    near = max_distance if BIAS == BUCKET else 0
     p_first = tl.min(tl.where(some, p, FAR))
     n1 = tl.minimum(tl.min(tl.where(some, hi, FAR)), p_first + 1 - near)
     n1 = tl.minimum(tl.maximum(n1 // BN * BN, k0), k1)
@@ -69,8 +69,8 @@ def key_ranges(lo, hi, some, p, reach, BN: tl.constexpr, BIAS: tl.constexpr, CAU
 
 @triton.jit
 def _visit(
-    acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, first,
-    end, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow,
+    acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+    first, end, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -82,30 +82,30 @@ def _visit(
             key = end - BN - (step - first)
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
-        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        s = tl.dot(q, k.T, input_precision=PRECISION) * log2_scale
         if SIDE == MASKED or SIDE == NEAR:
             if CAUSAL and BIAS == LINEAR and SIDE == MASKED:
                 s += (mp * (j - ref).to(tl.float32))[None, :]
-            elif BIAS != NONE:
-                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, reach, BIAS, CAUSAL)
+            elif BIAS != NO_BIAS:
+                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, max_distance, BIAS, CAUSAL)
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
         else:
-            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS, SIDE)
-            if BIAS != NONE:
+            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
+            if BIAS != NO_BIAS:
                 s += column[None, :]
             if BIAS == LINEAR and not CAUSAL:
                 s += row[:, None]
-        top = tl.maximum(m, tl.max(s, 1))
+        top = tl.maximum(row_max, tl.max(s, 1))
         shift = tl.where(top == -float("inf"), 0.0, top)
         w = tl.exp2(s - shift[:, None])
-        fade = tl.exp2(m - shift)
+        fade = tl.exp2(row_max - shift)
         weight = tl.sum(w, 1)
         l = l * fade + weight
         if TRACK:
             rest = rest * fade + weight
-            # Far tiles fade by the same factor each: one that with all beyond it could make up the share is marked at
-            # once, not when the share is full, many tiles later.
-            matters = ~((rest <= share * l) & (weight * grow <= share * l))  # NaN does
+            # Far tiles fade by the same factor each: one that with all beyond it could make up `mass` is marked at
+            # once, not when that much has come together, many tiles later.
+            matters = ~((rest <= mass * l) & (weight * grow <= mass * l))  # NaN does
             found = tl.where(matters, key if DOWN else key + BN, found)
             rest = tl.where(matters, 0.0, rest)
         acc = acc * fade[:, None]
@@ -113,30 +113,30 @@ def _visit(
         if SIDED and (SIDE == MASKED or SIDE == NEAR):  # a weight of zero times a value that is not finite
             v = tl.where(some_sees(j, start, nq, nk, sees)[:, None], v, 0.0).to(v.dtype)
         acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
-        m = top
-    return acc, l, m, rest, found
+        row_max = top
+    return acc, l, row_max, rest, found
 
 
 @triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, REACH, COMMON, CENTER, NORM, PASTS, NORM_PAST, MOST_PAST,
+    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, QUERY_NORM, COMMON, CENTER, NORM, PASTS, NORM_PAST, MOST_PAST,
     NORM_AHEAD, MOST_AHEAD, FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
-    start, scale, plain_scale, budget, share,
+    start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_slope, units, blocks,
-    H, group, Tq, Tk, offset, reach,
+    H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
-    part = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
     h = tl.num_programs(2) - 1 - tl.program_id(2)
     if ORDERED:
         h = tl.load(ORDER + h)
-    entry = part * BM // ROWS
+    entry = tile * BM // ROWS
     block, q0, nq, k0, nk, start = place(SEQ, BLOCKS, b, entry, Tq, Tk, start, CAUSAL, RAGGED, PACKED)
-    row = block * ROWS + part * BM % ROWS
+    row = block * ROWS + tile * BM % ROWS
     if row >= nq:
         return
     hk = h // group
@@ -150,14 +150,14 @@ def forward_kernel(
         future_slope = tl.load(FUTURES + b * stride_slope + h)
         mp, mf = past_slope * 1.4426950408889634, future_slope * 1.4426950408889634
     if BIAS == BUCKET:
-        LINE += h * (2 * reach + 1)
+        LINE += h * (2 * max_distance + 1)
     r = row + tl.arange(0, BM)
-    p = position(start, r, nk, reach, CAUSAL)
+    p = position(start, r, nk, max_distance, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)
     lo, hi, some = sight(r, nq, nk, start, sees, FROM, TO, 0, CAUSAL, False)
-    ref = position(start, row, nk, reach, CAUSAL)
+    ref = position(start, row, nk, max_distance, CAUSAL)
     after = (p - ref).to(tl.float32)
-    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, reach, BN, BIAS, CAUSAL)
+    c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, max_distance, BN, BIAS, CAUSAL)
     near0, near1 = n1, n2
     if WINDOWS:
         near0 = tl.maximum(n1 - UNIT, u0)
@@ -172,18 +172,18 @@ def forward_kernel(
         d = tl.arange(0, BD)
         center = tl.load(CENTER + (sequence * kv_heads + hk) * D + d, mask=d < D, other=0.0)
         wide = q.to(tl.float32)
-        x = lengths(wide, D) * tl.abs(plain_scale)
-        centered = tl.sum(wide * center[None, :], 1) * plain_scale
+        x = lengths(wide, D) * tl.abs(scale)
+        centered = tl.sum(wide * center[None, :], 1) * scale
         common = tl.load(COMMON + sequence * kv_heads + hk)
-        X = tl.load(REACH + sequence * H + h)
+        X = tl.load(QUERY_NORM + sequence * H + h)
         key_units = (nk + UNIT - 1) // UNIT
         last_key = tl.maximum(nk - 1, 0)
-        reach_unit = tl.minimum(tl.maximum(ref + BM - 1, 0), last_key) // UNIT
+        last_unit = tl.minimum(tl.maximum(ref + BM - 1, 0), last_key) // UNIT
         in_key_head = ((b * kv_heads + hk) * blocks + entry0) * (ROWS // UNIT)
         in_head = ((b * H + h) * blocks + entry0) * (ROWS // UNIT)
-        norm = tl.load(NORM_PAST + in_key_head + reach_unit)
-        past = tl.load(MOST_PAST + in_head + reach_unit)
-        own = tl.load(PASTS + in_head + reach_unit)
+        norm = tl.load(NORM_PAST + in_key_head + last_unit)
+        past = tl.load(MOST_PAST + in_head + last_unit)
+        own = tl.load(PASTS + in_head + last_unit)
         longest = norm
         if not CAUSAL:
             from_unit = tl.minimum(tl.maximum(ref, 0), last_key) // UNIT
@@ -193,23 +193,23 @@ def forward_kernel(
 
     acc = tl.zeros([BM, BD], tl.float32)
     l = tl.zeros([BM], tl.float32)
-    m = tl.full([BM], -float("inf"), tl.float32)
+    row_max = tl.full([BM], -float("inf"), tl.float32)
     rest = tl.zeros([BM], tl.float32)
     found = tl.zeros([BM], tl.int32) + near0
     grow = 1.0
-    acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-        near0, near1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED,
-        True, False, TMA, PRECISION, STAGES,
+    acc, l, row_max, rest, found = _visit(
+        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+        near0, near1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL,
+        NEAR, SIDED, True, False, TMA, PRECISION, STAGES,
     )  # fmt: skip
     if WINDOWS:
-        near = (m + tl.log2(l)) * 0.6931471805599453 - centered
+        near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
         # Rounding, of the scores.
         near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * (longest + common)) + 0.002
         x = tl.where((x < 1e30) & (near > -1e30), x, float("inf"))
         first = first_needed(
             x, near, some, ref, after, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own,
-            past_slope, budget, reach_unit, key_units,
+            past_slope, budget, last_unit, key_units,
         )  # fmt: skip
         c0, u0 = tl.maximum(c0, first * UNIT), tl.maximum(u0, first * UNIT)
         if not CAUSAL:
@@ -217,22 +217,22 @@ def forward_kernel(
             c1, u1 = tl.minimum(c1, last * UNIT), tl.minimum(u1, last * UNIT)
     if TRACK:
         grow = 1.75 / (1.0 - tl.exp2(-mp * BN))
-    near_top, far_top = m, m
+    near_max, far_max = row_max, row_max
     if CAUSAL and BIAS == LINEAR:  # from here on without the query's term of the bias
-        m += mp * after
-        far_top = m
-    acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u0,
-        near0, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True,
-        TRACK, TMA, PRECISION, STAGES,
+        row_max += mp * after
+        far_max = row_max
+    acc, l, row_max, rest, found = _visit(
+        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+        u0, near0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL,
+        PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES,
     )  # fmt: skip
-    acc, l, m, rest, found = _visit(
-        acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, c0,
-        u0, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True,
-        TRACK, TMA, PRECISION, 1,
+    acc, l, row_max, rest, found = _visit(
+        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
+        c0, u0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, MASKED,
+        SIDED, True, TRACK, TMA, PRECISION, 1,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
-        m = tl.where(m == far_top, near_top, m - mp * after)
+        row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
     if TRACK:
         G: tl.constexpr = BM if BM < UNIT else UNIT
         unit0 = (b * H + h) * units
@@ -248,15 +248,15 @@ def forward_kernel(
         found = tl.zeros([BM], tl.int32) + near1
         if TRACK:
             grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
-        acc, l, m, rest, found = _visit(
-            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-            near1, u1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, FUTURE,
-            SIDED, False, TRACK, TMA, PRECISION, STAGES,
+        acc, l, row_max, rest, found = _visit(
+            acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start,
+            sees, near1, u1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS,
+            CAUSAL, FUTURE, SIDED, False, TRACK, TMA, PRECISION, STAGES,
         )  # fmt: skip
-        acc, l, m, rest, found = _visit(
-            acc, l, m, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-            u1, c1, p, lo, hi, ref, mp, mf, offset, reach, scale, share, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED,
-            False, TRACK, TMA, PRECISION, 1,
+        acc, l, row_max, rest, found = _visit(
+            acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start,
+            sees, u1, c1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS,
+            CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION, 1,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)
@@ -265,7 +265,7 @@ def forward_kernel(
 
     out = tl.where(some[:, None], acc / l[:, None], 0.0)
     store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)
-    lse = m + tl.log2(l)
+    lse = row_max + tl.log2(l)
     # A query that sees nothing: no weight on any key in the backward pass.
     lse = tl.where(some, lse, float("inf"))
     tl.store(LSE + (b * H + h).to(tl.int64) * Tq + q0 + r, lse, mask=r < nq)

@@ -1,4 +1,4 @@
-"""From a Problem to kernel launches: ragged sequences, windows, forward and backward.
+"""Running kernels: their arguments bound by name, and what the passes allocate, launch and return.
 
 Nothing here looks inside a tensor or waits for the GPU: once a call of its kind has compiled the kernels, every call
 can be captured in a CUDA graph.
@@ -7,179 +7,225 @@ can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainshort.ops.bias import BucketBias, LinearBias, fold_gradient
+from trainshort.ops.bias import BUCKET, LINEAR
 from trainshort.ops.problem import Problem
-from trainshort.ops.triton import programs
-from trainshort.ops.triton.plan import Kind, Plan, kind_of, plan_for
-from trainshort.ops.triton.shapes import ROWS, UNIT, blocks_of, gradient_of, layout_of, rows_contiguous
+from trainshort.ops.triton.cache import CACHE
+from trainshort.ops.triton.call import Call, Saved, Values, describe, kernel_bias, may_skip, numbers_of, sequences_of
+from trainshort.ops.triton.config import Config, config_for, decoding_kernels
+from trainshort.ops.triton.driver import DirectLaunch, Kernel, Slice, UnsupportedError
+from trainshort.ops.triton.shapes import UNIT, allows_tf32, gradient_of, layout_of, rows_contiguous
 from trainshort.ops.windows import visible_blocks
 
-LOG2E = math.log2(math.e)
-LARGEST = 3.4028234e38  # of float32
-SLACK = 0.999  # for the rounding of sums that are compared with a share of the tolerance
+PROGRAMS = 4 * 132  # of decoding: they keep a large GPU busy
+MOST_SPLITS = 64  # of the keys, in decoding
 
 
-class Inputs(NamedTuple):
-    """The tensors that kernels read besides q, k and v."""
+class Launch:
+    """Kernels that run one after another on the same values.
 
-    slopes: Tensor | None = None  # float32 [H] or [B, H], like the next
-    futures: Tensor | None = None
-    line: Tensor | None = None  # float32 [H, 2 reach + 1], in units of log2
-    buckets: Tensor | None = None  # int32 [2 reach + 1]
-    sequences: Tensor | None = None  # int32 [S, 5]
-    blocks: Tensor | None = None  # int32 [entries, 2]: document, block in it
-    unit0: Tensor | None = None  # int32 [documents]: first unit of each
+    The first run goes through Triton, which compiles; those after it straight to the driver, where that is possible.
+    """
 
+    def __init__(self, kernels: Sequence[Kernel], slices: Mapping[str, Slice]) -> None:
+        self.kernels, self.slices = tuple(kernels), slices
+        self.direct: DirectLaunch | None = None
+        self.why_not_direct = ""
 
-class Numbers(NamedTuple):
-    """What kernels are told of a call, in the order of programs.NUMBERS."""
+    def run(self, values: Mapping[str, Any]) -> None:
+        """values: tensors and numbers that change from run to run, by the names of the kernels' parameters."""
+        if self.direct is not None:
+            self.direct.run(values)
+        else:
+            self._run_through_triton(values)
 
-    start: int  # position of query 0
-    scale: float
-    log2_scale: float
-    budget: float  # -ln of the mass that the forward pass may skip on one side
-    share: float  # the mass that the backward pass may skip on one side beyond that
-
-
-class Call(NamedTuple):
-    """What a problem is without its q, k and v."""
-
-    kind: Kind
-    numbers: Numbers
-    inputs: Inputs
-
-
-def prepare(problem: Problem) -> Call:
-    kind = kind_of(problem)
-    start: int | Tensor = problem.start
-    inputs = Inputs()
-    if problem.cu_seqlens is not None:
-        documents = _documents(problem.cu_seqlens, blocks_of(problem.q.shape[2], kind.borders))
-        inputs = inputs._replace(**dict(zip(("sequences", "blocks", "unit0"), documents, strict=True)))
-        start = 0
-    elif kind.ragged:
-        inputs, start = inputs._replace(sequences=sequences_of(problem, start)), 0
-    bias = problem.bias
-    if isinstance(bias, LinearBias):
-        slopes = plain_slopes(bias.slopes)
-        futures = slopes if bias.future is None else plain_slopes(bias.future)
-        if futures.dim() != slopes.dim():
-            shape = problem.q.shape[:2]
-            slopes, futures = slopes.expand(shape).contiguous(), futures.expand(shape).contiguous()
-        inputs = inputs._replace(slopes=slopes, futures=futures)
-    elif isinstance(bias, BucketBias):
-        buckets, line = bucket_line(bias)
-        inputs = inputs._replace(line=line, buckets=buckets)
-    return Call(kind, numbers_of(problem, start), inputs)
+    def _run_through_triton(self, values: Mapping[str, Any]) -> None:
+        given = dict(values)
+        for name, part in self.slices.items():
+            given[name] = values[part.tensor].view(-1).view(torch.uint8)[part.offset :].view(part.dtype)
+        compiled = [kernel.function[kernel.grid](**bind(kernel, given), **kernel.options) for kernel in self.kernels]
+        if not self.why_not_direct:
+            try:
+                self.direct = DirectLaunch(self.kernels, self.slices, compiled, values)
+            except UnsupportedError as reason:
+                self.why_not_direct = str(reason)
 
 
-def numbers_of(problem: Problem, start: int | Tensor) -> Numbers:
-    assert isinstance(start, int)
-    # Half of the tolerance for the forward pass, half for the backward pass; of each, half for either side.
-    share = problem.tolerance / (2 if problem.causal else 4)
-    scale = min(max(float(problem.scale), -LARGEST), LARGEST)
-    low, high = _farthest(problem)
-    return Numbers(
-        start=min(max(start, low), high),
-        scale=scale,
-        log2_scale=min(max(scale * LOG2E, -LARGEST), LARGEST),
-        budget=-math.log(share) if share > 0.0 else 0.0,
-        share=share * SLACK,
+def bind(kernel: Kernel, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a kernel, by the names of its parameters. None stands for a pointer that it does not read."""
+    given = {**kernel.values, **values}
+    missing = [name for name in kernel.function.arg_names if name not in given]
+    if missing:
+        raise TypeError(f"{kernel.function.fn.__name__} is not given {', '.join(missing)}")
+    arguments = {name: given[name] for name in kernel.function.arg_names}
+    for name, shape in kernel.tiles.items():
+        tensor = arguments[name]
+        arguments[name] = TensorDescriptor(tensor, tensor.shape, tensor.stride(), list(shape))
+    return arguments
+
+
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, config: Config | None = None, track: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output like q, log-sum-exp [B, H, Tq] in units of log2, and the windows of the backward pass.
+
+    config: if it is known already. track: whether there will be a backward pass; if not, windows are left unwritten.
+    """
+    if config is None:
+        q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+        config = config_for(call.features, q, k, v)
+    return forward_with_scratch(call, config, q, k, v, track)[:3]
+
+
+def forward_with_scratch(
+    call: Call, config: Config, q: Tensor, k: Tensor, v: Tensor, track: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same, and the scratch memory in which the kernels looked for windows; None if they did not."""
+    device = q.device
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+    windows = torch.empty((config.batch, config.heads, config.width), dtype=torch.int32, device=device)
+    if q.numel() == 0 or config.keys == 0:
+        return out.zero_(), lse.fill_(math.inf), windows.zero_(), None
+    key = ("forward", config, track)
+    launch = CACHE.get(key) or CACHE.put(key, Launch(config.forward_kernels(out, track), config.slices))
+    scratch = torch.empty(config.scratch_bytes, dtype=torch.uint8, device=device) if config.width else None
+    launch.run(
+        {"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "windows": windows, "scratch": scratch, **call.values}
     )
+    return out, lse, windows, scratch
 
 
-def _farthest(problem: Problem) -> tuple[int, int]:
-    """Where query 0 may be, counted from key 0. Beyond, all keys are on one side of all queries, and whatever more
-    their distances have in common changes no weight; so numbers stay small."""
-    return -problem.q.shape[2] - problem.bias_reach, problem.k.shape[2] + problem.bias_reach
+def backward(
+    call: Call, saved: Saved, grad: Tensor, want_bias: bool, config: Config | None = None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor] | None]:
+    """Gradients of q, k, v, and if wanted sums for Bias.gradients, in float64. config: if it may be known already."""
+    q, k, v = rows_contiguous(saved.q), rows_contiguous(saved.k), rows_contiguous(saved.v)
+    grad, out = rows_contiguous(grad), rows_contiguous(saved.out)
+    lse, windows = _aligned(saved.lse), _aligned(saved.windows)
+    if config is None or config.layout != layout_of(q, k, v):  # hooks may have stored tensors elsewhere
+        config = config_for(call.features, q, k, v)
+    dq, dk, dv = gradient_of(q), gradient_of(k), gradient_of(v)
+    empty = q.numel() == 0 or config.keys == 0
+    if empty or config.uneven or call.features.tail:  # padding, what lies between documents, the end of a cache
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    partials = _partials(config) if want_bias else _NO_PARTIALS
+    if not empty:
+        key = ("backward", config, grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, want_bias)
+        launch = CACHE.get(key)
+        if launch is None:
+            kernels = config.backward_kernels(grad, out, dq, dk, dv, want_bias)
+            slices = {name: part for name, part in config.slices.items() if part.tensor == "windows"}
+            launch = CACHE.put(key, Launch(kernels, slices))
+        values = {
+            "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows,
+        }  # fmt: skip
+        launch.run({**values, **partials, **call.values})
+    return dq, dk, dv, _summed(partials) if want_bias else None
 
 
-def plain_slopes(slopes: Tensor) -> Tensor:
-    """Float32, one after another, at an address that kernels may count on."""
-    return _plain(slopes.detach().float())
+_NO_PARTIALS: dict[str, Tensor | None] = {"DSLOPES": None, "DFUTURES": None, "DTABLE": None}
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _partials(config: Config) -> dict[str, Tensor | None]:
+    """For what each program of the backward pass finds of the gradients of a bias: zeros, because blocks beyond the
+    end of a sequence write nothing."""
+    shape, device = config.partial_shape, config.features.device
+    if config.features.bias == LINEAR:
+        past, future = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return _NO_PARTIALS | {"DSLOPES": past, "DFUTURES": future}
+    if config.features.bias == BUCKET:
+        return _NO_PARTIALS | {"DTABLE": torch.zeros((*shape, config.buckets), dtype=torch.float32, device=device)}
+    return _NO_PARTIALS
+
+
+def _summed(partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    names = {"DSLOPES": "past", "DFUTURES": "future", "DTABLE": "table"}
+    return {names[name]: each.double().sum(2) for name, each in partials.items() if each is not None}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, at an address that is a multiple of 16, as the kernels were compiled for."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def bucket_line(bias: BucketBias) -> tuple[Tensor, Tensor]:
-    """By distance, from -R = -max_distance to R: buckets, int32 [2 R + 1]; bias in log2, float32 [H, 2 R + 1]."""
-    index = bias.bucket(torch.arange(-bias.max_distance, bias.max_distance + 1, device=bias.table.device))
-    return index.to(torch.int32), (bias.table.detach().float()[index].T * LOG2E).contiguous()
-
-
-def sequences_of(problem: Problem, start: int | Tensor) -> Tensor:
-    """Rows of the batch: (first query, queries, first key, keys, position of query 0), int32 [B, 5]."""
-    batch, queries, keys, device = problem.q.shape[0], problem.q.shape[2], problem.k.shape[2], problem.q.device
-    if problem.key_padding_mask is not None:
-        count = problem.key_padding_mask.sum(-1)
-        first = problem.key_padding_mask.to(torch.int8).argmax(-1) if keys else torch.zeros_like(count)
-    else:
-        count = torch.full((batch,), keys, device=device)
-        first = torch.zeros_like(count)
-    zero = torch.zeros_like(count)
-    position = (zero + start - first).clamp(*_farthest(problem))
-    return torch.stack((zero, zero + queries, first, count, position), dim=1).to(torch.int32)
-
-
-def _documents(cu_seqlens: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed documents as sequences, the blocks they fall into, and each one's first unit."""
-    borders = cu_seqlens.to(torch.int32)
-    if borders.shape[0] < 2:
-        borders = torch.zeros(2, dtype=torch.int32, device=borders.device)
-    first, length = borders[:-1], borders.diff()
-    sequences = torch.stack((first, length, first, length, torch.zeros_like(first)), dim=1)
-    each = (length + ROWS - 1) // ROWS
-    ends = each.cumsum(0)
-    index = torch.arange(entries, device=borders.device)
-    # Entries after the last document become blocks beyond its end: there is nothing to do in them.
-    document = torch.searchsorted(ends, index, right=True).clamp_max(len(each) - 1)
-    blocks = torch.stack((document, index - (ends - each)[document]), dim=1).to(torch.int32)
-    return sequences, blocks, ((ends - each) * (ROWS // UNIT)).to(torch.int32)
-
-
-def _read(plan: Plan, inputs: Inputs) -> list[Tensor]:
-    """What programs.READ names, besides q, k and v."""
-    given = [plan.nothing if tensor is None else tensor for tensor in inputs]
-    return [*given, plan.sees, plan.order]
-
-
-def visited(plan: Plan, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and one-past-last key unit of every query unit that a forward pass visited, from its scratch memory:
-    int32 [B, H, units] each. Causal attention stops at the diagonal, whatever the second says."""
-    shape = (plan.batch, plan.heads, plan.units, plan.found_parts)
-    starts = (plan.scratch_parts[name].offset for name in ("from", "to"))
-    first, last = (scratch[start:].view(torch.int32)[: math.prod(shape)].view(shape) for start in starts)
-    # Parts of a unit beyond the last query were not written.
-    part = torch.arange(plan.units * plan.found_parts, device=scratch.device).view(shape[2:])
-    written = part * (UNIT // plan.found_parts) < plan.queries
-    if plan.packed:  # nor were those of short documents
-        assert plan.found_parts == 1
-        written = torch.ones_like(written)
-    return first.where(written, 2**30).amin(-1), last.where(written, 0).amax(-1)
+def decode(problem: Problem) -> Tensor:
+    """Output like q, for a few causal queries a row, forward only. There is no `Config`, nor a pass over the keys:
+    every step has one key more."""
+    q, k, v = (rows_contiguous(t.detach()) for t in (problem.q, problem.k, problem.v))
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    out = torch.empty_like(q)
+    if q.numel() == 0 or keys == 0:
+        return out.zero_()
+    bias, start, sequences = kernel_bias(problem), problem.start, None
+    ragged = problem.key_padding_mask is not None or isinstance(start, Tensor)
+    if ragged:
+        sequences, start = sequences_of(problem, start), 0
+    assert isinstance(start, int)
+    norms, norm_count, norm_layout = None, 0, None
+    if problem.key_norms is not None and may_skip(problem):
+        norms = problem.key_norms.detach().float()
+        norms = norms[..., None] if norms.dim() == 2 else rows_contiguous(norms)
+        norm_count, norm_layout = norms.shape[2], (norms.stride(), norms.data_ptr() % 16)
+    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
+    precision = "tf32" if q.element_size() == 4 and allows_tf32() else "ieee"
+    chunk = min(1024, triton.next_power_of_2(max(norm_count, 1)))
+    # Not the number of keys, which is another one at every step.
+    layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
+    about = (bias.kind, bias.by_row, bias.max_distance, ragged, norm_layout, splits, precision, chunk)
+    key = ("decode", layout, about, q.dtype, q.device)
+    launch = CACHE.get(key)
+    if launch is None:
+        kernels = decoding_kernels(q, k, v, out, norms, bias, ragged, splits, precision, chunk)
+        launch = CACHE.put(key, Launch(kernels, {}))
+    numbers = numbers_of(problem, start)
+    values: Values = {
+        "Q": q,
+        "K": k,
+        "V": v,
+        "OUT": out,
+        "PARTIAL": torch.empty((batch, heads, queries, splits, dim), dtype=torch.float32, device=q.device),
+        "SUMS": torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device),
+        "SLOPES": bias.slopes,
+        "LINE": bias.line,
+        "NORMS": norms,
+        "SEQ": sequences,
+        "norm_count": norm_count,
+        "Tk": keys,
+        "start": numbers["start"],
+        "scale": numbers["scale"],
+        "budget": 0.0 if norms is None else -math.log(problem.tolerance),
+    }
+    launch.run(values)
+    return out
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
     """The keys visited, in blocks: int32 [B, H, ceil(Tq / block), 2]; None where none are looked for."""
     if problem.cu_seqlens is not None or block % UNIT or 0 in problem.q.shape:
         return None
-    call = prepare(problem)
+    call = describe(problem)
     q, k = rows_contiguous(problem.q), rows_contiguous(problem.k)
-    plan = plan_for(call.kind, q, k, k)
-    if plan.width == 0:
+    config = config_for(call.features, q, k, k)
+    scratch = forward_with_scratch(call, config, q, k, k, track=True)[3] if config.width else None
+    if scratch is None:
         return None
-    *_, scratch = _forward(call, plan, q, k, k, track=True)
-    first, last = visited(plan, scratch)
+    first, last = config.visited(scratch)
     low, high = visible_blocks(problem, block)  # [B, H, blocks]
-    units = -(-plan.queries // UNIT)
-    offset = 0 if call.inputs.sequences is None else call.inputs.sequences[:, None, None, 2]
+    units = -(-config.queries // UNIT)
+    sequences = call.values["SEQ"]
+    offset = sequences[:, None, None, 2] if isinstance(sequences, Tensor) else 0
 
     def by_block(values: Tensor, fill: int) -> Tensor:
         missing = -units % (block // UNIT)
@@ -188,95 +234,6 @@ def certified_blocks(problem: Problem, block: int) -> Tensor | None:
 
     empty = high <= low
     low = torch.maximum(low, (offset + by_block(first, 2**40).amin(-1) * UNIT) // block)
-    if not plan.causal:
+    if last is not None:
         high = torch.minimum(high, -(-(offset + by_block(last, 0).amax(-1) * UNIT) // block))
     return torch.stack((low, high), dim=-1).masked_fill(empty[..., None], 0).to(torch.int32)
-
-
-def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, track: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like q, log-sum-exp [B, H, Tq] in units of log2, and the windows of the backward pass.
-
-    plan: if it is known already. track: whether there will be a backward pass; if not, windows are left unwritten.
-    """
-    if plan is None:
-        q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-        plan = plan_for(call.kind, q, k, v)
-    return _forward(call, plan, q, k, v, track)[:3]
-
-
-def _forward(
-    call: Call, plan: Plan, q: Tensor, k: Tensor, v: Tensor, track: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    device = q.device
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
-    windows = torch.empty((plan.batch, plan.heads, plan.width), dtype=torch.int32, device=device)
-    scratch = plan.nothing
-    if q.numel() == 0 or plan.keys == 0:
-        return out.zero_(), lse.fill_(math.inf), windows.zero_(), scratch
-    program = plan.forwards.get(track)
-    if program is None:
-        program = plan.forwards[track] = programs.forward(plan, out, track)
-    if plan.width:
-        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    program.run((q, k, v, out, lse, windows, scratch, *_read(plan, call.inputs)), call.numbers)
-    return out, lse, windows, scratch
-
-
-class Saved(NamedTuple):
-    """What backward needs of a forward pass: its inputs and its results."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    slopes: Tensor | None
-    future: Tensor | None
-    table: Tensor | None
-    out: Tensor
-    lse: Tensor
-    windows: Tensor
-
-
-def backward(
-    call: Call, grad: Tensor, saved: Saved, want_bias: bool, plan: Plan | None = None
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Gradients of q, k, v, and of slopes, future slopes and table where wanted. plan: if it may be known already."""
-    q, k, v = rows_contiguous(saved.q), rows_contiguous(saved.k), rows_contiguous(saved.v)
-    grad, out = rows_contiguous(grad), rows_contiguous(saved.out)
-    lse, windows = _plain(saved.lse), _plain(saved.windows)
-    if plan is None or plan.layout != layout_of(q, k, v):  # hooks may have stored tensors elsewhere
-        plan = plan_for(call.kind, q, k, v)
-    dq, dk, dv = gradient_of(q), gradient_of(k), gradient_of(v)
-    empty = q.numel() == 0 or plan.keys == 0
-    if empty or plan.uneven or call.kind.tail:  # padding, what lies between documents, the end of a cache
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-    shares = [plan.nothing] * 3
-    if want_bias:  # zeros: blocks beyond the end of a sequence write nothing
-        shares = [torch.zeros(shape, dtype=torch.float32, device=q.device) for shape in programs.share_shapes(plan)]
-    if not empty:
-        key = (grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, want_bias)
-        program = plan.backwards.get(key)
-        if program is None:
-            program = plan.backwards[key] = programs.backward(plan, grad, out, (dq, dk, dv), want_bias)
-        delta = torch.empty_like(lse)
-        program.run(
-            (q, k, v, grad, out, lse, delta, dq, dk, dv, windows, *shares, *_read(plan, call.inputs)),
-            call.numbers,
-        )
-    return dq, dk, dv, _bias_gradients(saved, shares, call.kind.buckets) if want_bias else [None] * 3
-
-
-def _bias_gradients(saved: Saved, shares: list[Tensor], buckets: int) -> list[Tensor | None]:
-    """Sum what each program found: the gradients of slopes, future slopes and table."""
-    if saved.table is not None:
-        return [None, None, shares[2].double().sum((0, 2)).T[:buckets].to(saved.table.dtype).contiguous()]
-    if saved.slopes is None:
-        return [None, None, None]
-    past = shares[0].double().sum(2)  # [B, H]
-    ahead = shares[1].double().sum(2)
-    if saved.future is None:
-        return [fold_gradient(past + ahead, saved.slopes), None, None]
-    return [fold_gradient(past, saved.slopes), fold_gradient(ahead, saved.future), None]

@@ -1,59 +1,248 @@
-"""Interim."""
+"""The Triton backend, as the rest of the package calls it. Importing this needs no Triton: the first call does.
+
+`forward`, `backward` and `decode` are what the registered operators run. Operators cost a tenth of a millisecond on
+the host, more than a short sequence takes the GPU, so where plain tensors are computed right now, `attend` does the
+same without them; and a call like one before is not checked and described again (`cached_call`, `attend_cached`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.problem import Problem
-from trainshort.ops.triton.shapes import borders_of, can_skip, gradient_of, rows_contiguous, window_room  # noqa: F401
+from trainshort.ops.tracing import is_eager, is_recording, no_double_backward, no_vmap
+from trainshort.ops.triton.cache import CACHE
+from trainshort.ops.triton.call import Call, Saved, Values, describe, may_skip
+from trainshort.ops.triton.shapes import allows_tf32, borders_of, layout_of, rows_contiguous, window_room
+from trainshort.ops.values import check_values, require_positive
+
+if TYPE_CHECKING:
+    from trainshort.ops.triton.config import Config
+
+_STAY: AbstractContextManager[None] = nullcontext()
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it the tensor's."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return _STAY
+    return torch.cuda.device(tensor.device)
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Output like q, log2-sum-exp [B, H, Tq], windows int32 [B, H, width]: of width 0 where no length skips keys, and
+    unwritten where this one does not. Values are not checked."""
+    from trainshort.ops.triton import launch
+
+    q, k = problem.q, problem.k
+    with on_device(q):
+        out, lse, windows = launch.forward(describe(problem), q, k, problem.v)
+    width = _window_width(problem)
+    return out, lse, windows if windows.shape[2] == width else windows.new_empty((*q.shape[:2], width))
 
 
 def fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    q, k = problem.q, problem.k
-    width = 0
-    if problem.bias is not None and problem.bias.certifiable and can_skip(problem.tolerance):
-        width = window_room(q.shape[2], k.shape[2], borders_of(problem.cu_seqlens), problem.causal)
+    """What `forward` returns, uninitialised."""
+    q = problem.q
     return (
         torch.empty_like(rows_contiguous(q)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty((*q.shape[:2], width), dtype=torch.int32),
+        q.new_empty((*q.shape[:2], _window_width(problem)), dtype=torch.int32),
     )
 
 
-def forward(problem: Problem) -> Any:
-    raise NotImplementedError
+def _window_width(problem: Problem) -> int:
+    """The last dimension of the windows that `forward` returns: the same function of any length, for compilers."""
+    if not may_skip(problem):
+        return 0
+    borders = borders_of(problem.cu_seqlens)
+    return window_room(problem.q.shape[2], problem.k.shape[2], borders, problem.causal)
 
 
-def backward(*a: Any) -> Any:
-    raise NotImplementedError
+def backward(
+    problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of q, k and v, and by name those of the learned fields of the bias: none unless wanted."""
+    saved = Saved(problem.q, problem.k, problem.v, out, lse, windows)
+    return _gradients(describe(problem), None, problem.bias, want_bias, grad, saved)
 
 
-def decode(problem: Problem) -> Any:
-    raise NotImplementedError
+def _gradients(
+    call: Call, config: Config | None, bias: Bias | None, want_bias: bool, grad: Tensor, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    from trainshort.ops.triton import launch
+
+    with on_device(grad):
+        dq, dk, dv, sums = launch.backward(call, saved, grad, want_bias, config)
+        return dq, dk, dv, {} if bias is None or sums is None else bias.gradients(sums)
 
 
-def attend(problem: Problem) -> Any:
-    raise NotImplementedError
+def decode(problem: Problem) -> Tensor:
+    """Output like q, for a few causal queries a row, forward only. Values are checked."""
+    from trainshort.ops.triton import launch
+
+    check_values(problem)
+    with on_device(problem.q):
+        return launch.decode(problem)
 
 
-def certified_blocks(problem: Problem, block: int) -> Any:
-    raise NotImplementedError
+def certified_blocks(problem: Problem, block: int) -> Tensor | None:
+    """The windows that the kernels use, as trainshort.certified_windows gives them; None where they have none."""
+    from trainshort.ops.triton import launch
+
+    with on_device(problem.q):
+        return launch.certified_blocks(problem, block)
 
 
-def cached_signature(*a: Any) -> Any:
-    return None
+class Attention(torch.autograd.Function):
+    """The output of a call, with those of its tensors that autograd must see given apart.
+
+    bias: None for a LinearBias of the one learned tensor that is given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, config: Config | None, bias: Bias | None, recording: bool, q: Tensor, k: Tensor,
+        v: Tensor, *learned: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        from trainshort.ops.triton import launch
+
+        out, lse, windows = launch.forward(call, q, k, v, config, recording)
+        if recording:
+            ctx.save_for_backward(q, k, v, out, lse, windows, *learned)
+            ctx.call, ctx.config, ctx.bias = call, config, bias
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
+            no_vmap(None, None)  # is_grads_batched=True: kernels would be handed tensors without memory
+        wanted = ctx.needs_input_grad[4:]
+        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients_of_inputs
+        gradients = compute(ctx.call, ctx.config, ctx.bias, any(wanted[3:]), grad, *ctx.saved_tensors)
+        found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+        return None, None, None, None, *found
 
 
-def cached_call(*a: Any) -> Any:
-    return None
+class _Gradients(torch.autograd.Function):
+    """Gradients as a function of their own, for those who ask for a graph of them: there is no double backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        config: Config | None,
+        bias: Bias | None,
+        want_bias: bool,
+        grad: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        return _gradients_of_inputs(call, config, bias, want_bias, grad, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        no_double_backward(ctx, *gradients)
 
 
-def attend_cached(*a: Any) -> Any:
-    return None
+def _gradients_of_inputs(
+    call: Call, config: Config | None, bias: Bias | None, want_bias: bool, grad: Tensor, *tensors: Any
+) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v and of the learned tensors, in their order. tensors: as `Attention` saves them."""
+    saved, learned = Saved(*tensors[:6]), tensors[6:]
+    if not want_bias:
+        return *_gradients(call, config, None, False, grad, saved)[:3], *[None] * len(learned)
+    bias = LinearBias(learned[0]) if bias is None else bias
+    dq, dk, dv, by_name = _gradients(call, config, bias, True, grad, saved)
+    return dq, dk, dv, *(by_name.get(name) for name in bias.learned[: len(learned)])
 
 
-def remember(*a: Any) -> Any:
-    return None
+def attend(problem: Problem) -> Tensor:
+    """Attention of plain tensors right now, differentiable, without the operators. Values are checked."""
+    check_values(problem)
+    bias = problem.bias
+    learned = () if bias is None else tuple(getattr(bias, name) for name in bias.learned)
+    tensors = (problem.q, problem.k, problem.v, *learned)
+    with on_device(problem.q):
+        return Attention.apply(describe(problem), None, bias, is_recording(*tensors), *tensors)
+
+
+class CachedCall(NamedTuple):
+    """A call with a LinearBias that was checked and has run: for others of the same signature."""
+
+    config: Config
+    values: Values  # all but the slopes
+
+
+def cached_signature(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: Any, scale: Any, tolerance: Any, query_start: Any
+) -> tuple[Any, ...] | None:
+    """What calls must have in common for one to stand for all; None where each must be looked at."""
+    slopes = getattr(bias, "slopes", None)
+    if slopes is None or not is_eager(q, k, v, slopes) or bias.future is not None:
+        return None
+    if type(causal) is not bool or not (query_start is None or type(query_start) is int):
+        return None
+    for number in (scale, tolerance):
+        if number is not None and type(number) not in (int, float):
+            return None
+    device, dtype = q.device, q.dtype
+    if torch.is_autocast_enabled(device.type):
+        cast = torch.get_autocast_dtype(device.type)
+        if dtype != cast or k.dtype != cast or v.dtype != cast:
+            return None
+    return (
+        "call",
+        *layout_of(q, k, v),
+        v.shape,
+        dtype,
+        k.dtype,
+        v.dtype,
+        device,
+        k.device,
+        v.device,
+        slopes.shape,
+        slopes.stride(),
+        slopes.dtype,
+        slopes.device,
+        slopes.data_ptr() % 16,
+        bias.offset,
+        bias.sees,
+        causal,
+        scale,
+        tolerance,
+        query_start,
+        dtype == torch.float32 and allows_tf32(),
+    )
+
+
+def cached_call(key: tuple[Any, ...]) -> CachedCall | None:
+    return CACHE.get(key)
+
+
+def attend_cached(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """A call like one before, with a LinearBias of these slopes."""
+    require_positive("slopes", slopes)
+    config = call.config
+    described = Call(config.features, {**call.values, "SLOPES": slopes, "FUTURES": slopes})
+    with on_device(q):
+        return Attention.apply(described, config, None, is_recording(q, k, v, slopes), q, k, v, slopes)
+
+
+def remember(key: tuple[Any, ...], problem: Problem) -> None:
+    """Keep a call that was checked and has run, if later ones need no copies of their tensors."""
+    from trainshort.ops.triton.config import config_for
+
+    tensors = (problem.q, problem.k, problem.v)
+    if problem.bias is None or any(tensor.stride(-1) != 1 or tensor.numel() == 0 for tensor in tensors):
+        return
+    call = describe(problem)
+    slopes, given = call.values["SLOPES"], getattr(problem.bias, "slopes", None)
+    if not isinstance(slopes, Tensor) or given is None or slopes.data_ptr() != given.data_ptr():
+        return  # slopes are converted at each call
+    kept = {name: value for name, value in call.values.items() if name not in ("SLOPES", "FUTURES")}
+    CACHE.put(key, CachedCall(config_for(call.features, *tensors), kept))

@@ -1,4 +1,4 @@
-"""Sizes that the launcher and the compiler's shape functions must agree on. Needs no Triton."""
+"""Sizes that the kernels' configuration and the operators' shape functions must agree on. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import Bias, BucketBias, LinearBias
 from trainshort.ops.problem import gradient_like
 
 UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
 SHORTEST = 384  # keys: below, looking for windows costs more than it saves
 LARGEST_DIM = 256
-NONE, LINEAR, BUCKET = 0, 1, 2  # biases
 
 
 def can_skip(tolerance: float) -> bool:
-    """Whether the tolerance has a share for each pass and each side: 0 has not, nor have the smallest numbers."""
+    """Whether a quarter of the tolerance, for one pass and one side, is more than zero: not so for the smallest."""
     return tolerance / 4 > 0.0
 
 
@@ -37,10 +35,6 @@ def gradient_of(tensor: Tensor) -> Tensor:
     else one head after another. backward() would copy a gradient that is laid out otherwise than its leaf."""
     heads_together = tensor.stride(3) == 1 and tensor.stride(1) < tensor.stride(2)
     return gradient_like(tensor) if heads_together else tensor.new_empty(tensor.shape)
-
-
-def kind_of_bias(bias: Bias) -> int:
-    return LINEAR if isinstance(bias, LinearBias) else BUCKET if isinstance(bias, BucketBias) else NONE
 
 
 def borders_of(cu_seqlens: Tensor | None) -> int:

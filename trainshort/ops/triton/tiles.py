@@ -6,10 +6,25 @@ Legend, for every kernel of this package:
     T n             lengths; BM rows of queries and BN rows of keys in a tile; D head dimension, BD its power of two
     r p             index of a query, and its position among the keys (start + r, but see `position`)
     j               position of a key
+    q0 nq k0 nk     of a sequence: first query, queries, first key, keys
     lo hi           keys that a query sees: lo <= j < hi (padding, document, sight and certified window all together)
     mp mf           slopes of past and future, in units of log2: bias mp (j - p) for j <= p, else mf (p + offset - j)
     ref             a position near the tile: distances are taken from it, so that float32 holds them exactly
     sees            1: the past, 2: the future, 3: both (the query's own position always)
+    row_max l acc   of each query: the largest score so far, the sum of w = 2^(score - row_max), and of w v
+    log2_scale      scale * log2 e
+    stride_qb ...   strides of Q by row of the batch (b), head (h) and token (t); so for K, V, O (OUT), DO, DQ, DK, DV
+
+Pointers are in capitals, and so are numbers that a kernel is compiled for. A pointer that a kernel does not read
+is None:
+
+    Q K V OUT LSE   inputs and results; LSE is a log2. DO, DQ, DK, DV: gradients. DELTA: row sums of DO * OUT
+    SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
+    LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
+    SEES ORDER      by head: `sees` where heads differ; heads from steep to gentle where that is not their own order
+    SEQ BLOCKS UNIT0  of ragged problems: see below; by block of ROWS: its document and its place in it; by document:
+                    its first unit
+    FIRST LAST UNTIL SINCE  the windows of the backward pass: key units of a query unit, query units of a key unit
 
 A problem may be ragged: each sequence (a row of the batch, or a packed document) has its own
 (first query, queries, first key, keys, position of query 0) in SEQ. Inside a kernel all of these look alike.
@@ -20,10 +35,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trainshort.ops import bias
 from trainshort.ops.triton import shapes
 
 UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
-NONE, LINEAR, BUCKET = tl.constexpr(shapes.NONE), tl.constexpr(shapes.LINEAR), tl.constexpr(shapes.BUCKET)
+NO_BIAS, LINEAR, BUCKET = tl.constexpr(bias.NO_BIAS), tl.constexpr(bias.LINEAR), tl.constexpr(bias.BUCKET)
 MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FAR = tl.constexpr(1 << 30)
 
@@ -92,12 +108,12 @@ def sees_of(SEES, h, CAUSAL: tl.constexpr, SIDED: tl.constexpr):
 
 
 @triton.jit
-def position(start, r, nk, reach, CAUSAL: tl.constexpr):
-    """Where queries r stand among nk keys. One beyond all of them is put next to the nearest (beyond the reach of the
-    bias), where it weighs them alike: so distances stay as small as float32 needs them."""
-    p = tl.minimum(start + r, nk + reach)
+def position(start, r, nk, max_distance, CAUSAL: tl.constexpr):
+    """Where queries r stand among nk keys. One beyond all of them is put next to the nearest (max_distance beyond it
+    under a BucketBias), where it weighs them alike: so distances stay as small as float32 needs them."""
+    p = tl.minimum(start + r, nk + max_distance)
     if not CAUSAL:
-        p = tl.maximum(p, -1 - reach)
+        p = tl.maximum(p, -1 - max_distance)
     return p
 
 
@@ -132,7 +148,7 @@ def some_sees(j, start, nq, nk, sees):
 
 
 @triton.jit
-def full_bias(LINE, p, j, mp, mf, offset, reach, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+def full_bias(LINE, p, j, mp, mf, offset, max_distance, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
     """The bias at positions p and j (broadcast against each other), in units of log2."""
     d = j - p
     if BIAS == LINEAR:
@@ -142,14 +158,14 @@ def full_bias(LINE, p, j, mp, mf, offset, reach, BIAS: tl.constexpr, CAUSAL: tl.
         else:
             bias = tl.where(d > 0, mf * (offset - x), mp * x)
     elif BIAS == BUCKET:
-        bias = tl.load(LINE + tl.minimum(tl.maximum(d, -reach), reach) + reach)
+        bias = tl.load(LINE + tl.minimum(tl.maximum(d, -max_distance), max_distance) + max_distance)
     else:
         bias = d.to(tl.float32) * 0.0
     return bias
 
 
 @triton.jit
-def split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS: tl.constexpr, SIDE: tl.constexpr):
+def split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS: tl.constexpr, SIDE: tl.constexpr):
     """The bias far from the diagonal as a term of the query plus a term of the key."""
     row = (p - ref).to(tl.float32)
     column = (j - ref).to(tl.float32)
@@ -159,7 +175,7 @@ def split_bias(LINE, p, j, ref, mp, mf, offset, reach, BIAS: tl.constexpr, SIDE:
         else:
             row, column = mf * (row + offset), -mf * column
     elif BIAS == BUCKET:
-        row, column = row * 0.0, column * 0.0 + tl.load(LINE + (0 if SIDE == PAST else 2 * reach))
+        row, column = row * 0.0, column * 0.0 + tl.load(LINE + (0 if SIDE == PAST else 2 * max_distance))
     else:
         row, column = row * 0.0, column * 0.0
     return row, column

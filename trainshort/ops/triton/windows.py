@@ -1,7 +1,7 @@
 """Which keys can matter, on the GPU.
 
-The proof is that of docs/attention.md, with bounds that need no pass over pairs. In nats, for a query of length
-x = scale |q| at position p, and keys counted from their sequence's centre:
+The proof is that of docs/attention.md, with bounds that need no pass over pairs. In nats, for a slope m, a query of
+length x = scale |q| at position p, and keys counted from their sequence's centre:
 
     what is skipped   sum over j < f of exp(score)  <=  exp(x K + m (f - 1 - p)) / (1 - e^-m)
     what is there     log-sum-exp  >=  log-sum-exp over the nearest keys, which the forward pass visits first
@@ -18,7 +18,15 @@ This says nothing of a part of a unit, so f is a multiple of it.
     order_kernel      after it, for the backward pass: makes what the forward pass found rise with the query, and
                       turns it round: which query units visit a key unit
 
-A number that is not finite, anywhere, means: visit everything.
+A number that is not finite, anywhere, means: visit everything. Scratch memory, of which the forward pass reads most:
+
+    QUERY_NORM              X, by sequence and head
+    CENTER COMMON           the centre of the keys, and its length, by sequence and key head
+    NORM NORM_PAST NORM_AHEAD   by unit and key head: the largest norm, and the largest up to here and from here on
+    PASTS MOST_PAST         by unit and head: K for queries behind the unit, and the largest up to here
+    AHEADS MOST_AHEAD       the same for queries in front of it, and the largest from here on
+    FROM TO                 by part of a query unit: the key units that the forward pass visited
+    FOUND_FIRST FOUND_LAST  and those of them that mattered
 """
 
 from __future__ import annotations
@@ -55,10 +63,10 @@ def _units(values):
 
 
 @triton.jit
-def _effective(n, norm, inside, x, m, away):
-    """K of each unit: ln of the mean of exp(x n), weighted by exp(-m away), over x. n: [units, UNIT]."""
+def _effective(n, norm, inside, x, slope, away):
+    """K of each unit: ln of the mean of exp(x n), weighted by exp(-slope away), over x. n: [units, UNIT]."""
     # An outlier must not vanish with its weight.
-    weight = tl.maximum(tl.exp(-m * away.to(tl.float32)), 1e-30)[None, :]
+    weight = tl.maximum(tl.exp(-slope * away.to(tl.float32)), 1e-30)[None, :]
     mean = tl.sum(tl.where(inside, weight * tl.exp(x * (n - norm[:, None])), 0.0), 1) / tl.sum(weight, 1)
     effective = norm + tl.log(mean) / x
     return tl.where(effective <= norm, effective, norm)  # NaN as well
@@ -66,7 +74,7 @@ def _effective(n, norm, inside, x, m, away):
 
 @triton.jit(do_not_specialize=["start"])
 def sample_kernel(
-    Q, K, CENTER, COMMON, REACH, SEQ, start, scale,
+    Q, K, CENTER, COMMON, QUERY_NORM, SEQ, start, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, H, Hk, group, Tq, Tk,
     D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -87,12 +95,12 @@ def sample_kernel(
         h = hk * group + member
         sample = _sample(Q, b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh, q0, nq, stride_qt, D, BD)
         x = tl.max(tl.sqrt(tl.sum(sample * sample, 1)), 0) * tl.abs(scale)
-        tl.store(REACH + sequence * H + h, tl.where((x > 1e-6) & (x < 1e30), x, 1e-6))
+        tl.store(QUERY_NORM + sequence * H + h, tl.where((x > 1e-6) & (x < 1e30), x, 1e-6))
 
 
 @triton.jit(do_not_specialize=["start", "blocks"])
 def bounds_kernel(
-    K, SLOPES, FUTURES, CENTER, REACH, NORM, PASTS, AHEADS, SEQ, BLOCKS, start,
+    K, SLOPES, FUTURES, CENTER, QUERY_NORM, NORM, PASTS, AHEADS, SEQ, BLOCKS, start,
     stride_kb, stride_kh, stride_kt, stride_slope, H, Hk, group, Tq, Tk, blocks,
     D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr,
@@ -119,13 +127,13 @@ def bounds_kernel(
     tl.store(NORM + (b * Hk + hk) * units + unit, norm)
     for member in range(group):
         h = hk * group + member
-        x = tl.load(REACH + sequence * H + h)
+        x = tl.load(QUERY_NORM + sequence * H + h)
         at_head = (b * H + h) * units + unit
-        mp = tl.load(SLOPES + b * stride_slope + h)
-        tl.store(PASTS + at_head, _effective(n, norm, inside, x, mp, -step + (UNIT - 1)))
+        past_slope = tl.load(SLOPES + b * stride_slope + h)
+        tl.store(PASTS + at_head, _effective(n, norm, inside, x, past_slope, -step + (UNIT - 1)))
         if not CAUSAL:
-            mf = tl.load(FUTURES + b * stride_slope + h)
-            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, mf, step))
+            future_slope = tl.load(FUTURES + b * stride_slope + h)
+            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, future_slope, step))
 
 
 @triton.jit
@@ -176,9 +184,9 @@ def largest_kernel(
 
 
 @triton.jit
-def _tail(m):
-    """-ln(1 - e^-m): the sum over all keys from some distance on, over the first."""
-    return tl.where(m < 1e-4, -tl.log(m) + m, -tl.log(1.0 - tl.exp(-m)))
+def _tail(slope):
+    """-ln(1 - e^-slope): the sum over all keys from some distance on, over the first."""
+    return tl.where(slope < 1e-4, -tl.log(slope) + slope, -tl.log(1.0 - tl.exp(-slope)))
 
 
 @triton.jit
@@ -189,7 +197,7 @@ def _stretch(x, X, K, norm):
 
 @triton.jit
 def first_needed(
-    x, near, some, origin, after, norms, pasts, X, norm, past, outlier, m, budget, reach_unit, key_units
+    x, near, some, origin, after, norms, pasts, X, norm, past, outlier, slope, budget, last_unit, key_units
 ):
     """The first key unit that these queries need. near: a lower bound of each one's log-sum-exp.
 
@@ -197,25 +205,25 @@ def first_needed(
     exactly. outlier: whether some unit's K stands out.
     """
     # Keys before `first` hold too little: by query with one K for all units,
-    first = after - (_stretch(x, X, past, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m
+    first = after - (_stretch(x, X, past, norm) * 1.000001 - near + budget + _tail(slope) + 0.01) / slope
     first = tl.where((first > -16777216.0) & (first < 16777216.0), tl.floor(first).to(tl.int32), -FAR)
     best = tl.min(tl.where(some, tl.maximum(origin + first, 0), FAR), 0) // UNIT
     # and, where there is an outlier, with each unit's own: it counts where it is.
     if outlier:
         most = tl.max(tl.where(some, x, 0.0), 0)
-        least = tl.min(tl.where(some, near + m * after, float("inf")), 0)
-        step = m * UNIT * 0.5  # of the decay from unit to unit, half is for the sum over units
-        within = tl.log(1.0 - tl.exp(-m * UNIT)) + _tail(m)
-        within = tl.where(m * UNIT < 1e-3, tl.log(UNIT * 1.0) + 0.001, within)
+        least = tl.min(tl.where(some, near + slope * after, float("inf")), 0)
+        step = slope * UNIT * 0.5  # of the decay from unit to unit, half is for the sum over units
+        within = tl.log(1.0 - tl.exp(-slope * UNIT)) + _tail(slope)
+        within = tl.where(slope * UNIT < 1e-3, tl.log(UNIT * 1.0) + 0.001, within)
         spare = least - budget - _tail(step) - within - 0.01
         allowed = origin * 0 + FAR
-        for chunk in range(0, reach_unit + 1, CHUNK):
+        for chunk in range(0, last_unit + 1, CHUNK):
             index = chunk + tl.arange(0, CHUNK)
-            inside = index <= reach_unit
+            inside = index <= last_unit
             own_norm = tl.load(norms + index, mask=inside, other=0.0)
-            reach = _stretch(most, X, tl.load(pasts + index, mask=inside, other=0.0), own_norm)
+            score = _stretch(most, X, tl.load(pasts + index, mask=inside, other=0.0), own_norm)
             end = (index * UNIT + UNIT - 1 - origin).to(tl.float32)
-            room = (spare - reach - m * end - 1e-6 * (reach + m * tl.abs(end))) / step
+            room = (spare - score - slope * end - 1e-6 * (score + slope * tl.abs(end))) / step
             room = tl.where((room > 0.0) & (room < 16777216.0), room, tl.where(room > 0.0, 16777216.0, -1.0))
             unit_end = tl.where(room >= 0.0, index + 1 + tl.floor(room * 0.9999).to(tl.int32), index)
             allowed = tl.minimum(allowed, tl.min(tl.where(inside, unit_end, FAR), 0))
@@ -224,9 +232,9 @@ def first_needed(
 
 
 @triton.jit
-def last_needed(x, near, some, origin, after, X, norm, ahead, m, offset, budget, nk):
+def last_needed(x, near, some, origin, after, X, norm, ahead, slope, offset, budget, nk):
     """One past the last key unit that these queries need."""
-    last = after + (_stretch(x, X, ahead, norm) * 1.000001 - near + budget + _tail(m) + 0.01) / m + offset
+    last = after + (_stretch(x, X, ahead, norm) * 1.000001 - near + budget + _tail(slope) + 0.01) / slope + offset
     last = tl.where((last > -16777216.0) & (last < 16777216.0), tl.ceil(last).to(tl.int32) + 1, FAR)
     most = tl.max(tl.where(some, tl.minimum(origin + last, FAR), 0), 0)
     return (tl.maximum(tl.minimum(most, nk), 0) + UNIT - 1) // UNIT

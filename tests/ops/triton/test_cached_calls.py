@@ -12,14 +12,19 @@ from torch import Tensor
 import trainshort as ts
 from tests.ops.layouts import columns_first, transposed
 from trainshort.ops import INTERPRETED
-from trainshort.ops.triton import known
+from trainshort.ops.triton import run
+from trainshort.ops.triton.cache import CACHE, Cache
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> None:
-    known._calls.clear()
+    CACHE.clear()
+
+
+def cached_calls() -> int:
+    return sum(isinstance(value, run.CachedCall) for _, value in CACHE.items())
 
 
 def inputs(dtype: torch.dtype = torch.float32, length: int = 80) -> list[Tensor]:
@@ -38,13 +43,13 @@ def assert_right(out: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | 
     torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
 
-def test_a_second_call_is_known_and_right() -> None:
+def test_a_second_call_is_cached_and_right() -> None:
     q, k, v = inputs()
     first = attend(q, k, v)
-    assert len(known._calls) == 1
+    assert cached_calls() == 1
     q2, k2, v2 = (t + 0.5 for t in (q, k, v))
     second = attend(q2, k2, v2)
-    assert len(known._calls) == 1
+    assert cached_calls() == 1
     assert_right(first, q, k, v)
     assert_right(second, q2, k2, v2)
 
@@ -58,7 +63,7 @@ def test_other_numbers_are_another_call(other: dict) -> None:
     q, k, v = inputs()
     attend(q, k, v)
     out = attend(q, k, v, **other)
-    assert len(known._calls) == 2
+    assert cached_calls() == 2
     exact = {key: value for key, value in other.items() if key != "tolerance"}
     if other.get("tolerance", 0.0) == 0.0:
         assert_right(out, q, k, v, **exact)
@@ -70,9 +75,9 @@ def test_other_memory_is_another_call() -> None:
     assert_right(attend(transposed(q), k, v), q, k, v)
     shifted = torch.cat([torch.zeros(1), q.flatten()])[1:].view(q.shape)  # four bytes on
     assert_right(attend(shifted, k, v), q, k, v)
-    assert len(known._calls) == 3
+    assert cached_calls() == 3
     assert_right(attend(columns_first(q), k, v), q, k, v)
-    assert len(known._calls) == 3  # copied at each call, so looked at each time
+    assert cached_calls() == 3  # copied at each call, so looked at each time
 
 
 def test_bad_input_after_good_is_refused() -> None:
@@ -114,7 +119,7 @@ def test_slopes_of_another_dtype_are_converted_each_time() -> None:
     slopes = torch.tensor([0.5, 0.25], dtype=torch.float64)
     for _ in range(2):
         assert_right(attend(q, k, v, slopes), q, k, v, slopes)
-    assert len(known._calls) == 0
+    assert cached_calls() == 0
 
 
 def test_gradients_asked_for_later() -> None:
@@ -124,7 +129,7 @@ def test_gradients_asked_for_later() -> None:
         attend(q, k, v, slopes)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, slopes)]
     out = attend(*leaves)
-    assert len(known._calls) == 1
+    assert cached_calls() == 1
     found = torch.autograd.grad(out, leaves, torch.ones_like(out))
     exact = [t.detach().double().requires_grad_() for t in leaves]
     wide = ts.alibi_attention(*exact, backend="reference")
@@ -133,29 +138,34 @@ def test_gradients_asked_for_later() -> None:
     assert not attend(q, k, v, slopes).requires_grad
 
 
-def test_autocast_converts_what_a_known_call_had() -> None:
+def test_autocast_converts_what_a_cached_call_had() -> None:
     q, k, v = inputs()
     assert attend(q, k, v).dtype == torch.float32
     with torch.autocast("cpu", torch.float16):
         assert attend(q, k, v).dtype == torch.float16
     half = [t.half() for t in (q, k, v)]
     assert attend(*half).dtype == torch.float16
-    count = len(known._calls)
+    count = cached_calls()
     with torch.autocast("cpu", torch.float16):
         assert attend(*half).dtype == torch.float16
-    assert len(known._calls) == count
+    assert cached_calls() == count
 
 
-def test_a_subclass_is_never_known() -> None:
+def test_a_subclass_is_never_cached() -> None:
     class Marked(Tensor):
         pass
 
     q, k, v = inputs()
     attend(q, k, v)
-    assert (
-        known.signature(q.as_subclass(Marked), k, v, ts.LinearBias(ts.alibi_slopes(2)), True, None, None, None)
-        is None
-    )
+    bias = ts.LinearBias(ts.alibi_slopes(2))
+    assert run.cached_signature(q, k, v, bias, True, None, None, None) is not None
+    assert run.cached_signature(q.as_subclass(Marked), k, v, bias, True, None, None, None) is None
+
+
+def test_other_biases_are_looked_at_each_time() -> None:
+    q, k, v = inputs()
+    for bias in (None, ts.BucketBias(torch.zeros(32, 2))):
+        assert run.cached_signature(q, k, v, bias, True, None, None, None) is None
 
 
 def test_decoding_is_not_taken_for_attention() -> None:
@@ -163,7 +173,7 @@ def test_decoding_is_not_taken_for_attention() -> None:
     q, k, v = inputs()
     q = q[:, :, -1:].clone()
     with_gradient = attend(q.clone().requires_grad_(), k, v)
-    assert len(known._calls) == 0
+    assert cached_calls() == 0
     assert_right(attend(q, k, v), q, k, v)
     assert_right(with_gradient.detach(), q, k, v)
 
@@ -192,7 +202,7 @@ def test_without_a_gradient_nothing_is_tracked(monkeypatch: pytest.MonkeyPatch) 
         return forward(*arguments)
 
     monkeypatch.setattr(launch, "forward", spy)
-    for _ in range(2):  # a new call, and a known one
+    for _ in range(2):  # a new call, and a cached one
         with torch.no_grad():
             attend(q, k, v, slopes)
         with torch.inference_mode():
@@ -216,3 +226,35 @@ def test_both_ways_to_allow_tf32() -> None:
         command = [sys.executable, "-c", code.format(setting, value)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.stdout.strip() == str(value in ("'tf32'", "True")), result.stderr
+
+
+def test_the_cache_drops_what_was_used_longest_ago() -> None:
+    cache = Cache(3)
+    for key in "abc":
+        assert cache.put(key, key.upper()) == key.upper()
+    assert cache.get("a") == "A"
+    cache.put("b", "B again")  # no room is needed for what is there
+    cache.put("d", "D")
+    assert dict(cache.items()) == {"a": "A", "b": "B again", "d": "D"}
+    assert cache.get("c") is None
+    cache.clear()
+    assert cache.items() == []
+
+
+def test_a_call_that_was_dropped_is_checked_again_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CACHE, "most", 3)
+    calls = [inputs(length=length) for length in (20, 30, 40)]
+    for tensors in (*calls, *calls):
+        assert_right(attend(*tensors), *tensors)
+        assert len(CACHE.items()) <= 3
+
+
+def test_the_cache_keeps_no_inputs() -> None:
+    q, k, v = inputs()
+    slopes = torch.tensor([0.5, 0.25])
+    attend(*(t.clone().requires_grad_() for t in (q, k, v)), slopes).sum().backward()
+    attend(q, k, v, slopes)
+    attend(q[:, :, -1:], k, v, slopes)
+    counts = [sys.getrefcount(t) for t in (q, k, v, slopes)]
+    CACHE.clear()
+    assert [sys.getrefcount(t) for t in (q, k, v, slopes)] == counts
