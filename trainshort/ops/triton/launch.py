@@ -125,11 +125,10 @@ def backward(
             kernels = config.backward_kernels(grad, out, dq, dk, dv, want_bias)
             slices = {name: part for name, part in config.slices.items() if part.tensor == "windows"}
             launch = CACHE.put(key, Launch(kernels, slices))
-        values = {
+        launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
-            "DQ": dq, "DK": dk, "DV": dv, "windows": windows,
-        }  # fmt: skip
-        launch.run({**values, **partials, **call.values})
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **partials, **call.values,
+        })  # fmt: skip
     return dq, dk, dv, _summed(partials) if want_bias else None
 
 

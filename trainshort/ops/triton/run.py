@@ -68,18 +68,13 @@ def backward(
     problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k and v, and by name those of the learned fields of the bias: none unless wanted."""
-    saved = Saved(problem.q, problem.k, problem.v, out, lse, windows)
-    return _gradients(describe(problem), None, problem.bias, want_bias, grad, saved)
-
-
-def _gradients(
-    call: Call, config: Config | None, bias: Bias | None, want_bias: bool, grad: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     from trainshort.ops.triton import launch
 
+    saved = Saved(problem.q, problem.k, problem.v, out, lse, windows)
     with on_device(grad):
-        dq, dk, dv, sums = launch.backward(call, saved, grad, want_bias, config)
-        return dq, dk, dv, {} if bias is None or sums is None else bias.gradients(sums)
+        dq, dk, dv, sums = launch.backward(describe(problem), saved, grad, want_bias)
+        by_name = {} if problem.bias is None or sums is None else problem.bias.gradients(sums)
+    return dq, dk, dv, by_name
 
 
 def decode(problem: Problem) -> Tensor:
@@ -123,7 +118,7 @@ class Attention(torch.autograd.Function):
         if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
             no_vmap(None, None)  # is_grads_batched=True: kernels would be handed tensors without memory
         wanted = ctx.needs_input_grad[4:]
-        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients_of_inputs
+        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         gradients = compute(ctx.call, ctx.config, ctx.bias, any(wanted[3:]), grad, *ctx.saved_tensors)
         found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
         return None, None, None, None, *found
@@ -142,23 +137,27 @@ class _Gradients(torch.autograd.Function):
         grad: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        return _gradients_of_inputs(call, config, bias, want_bias, grad, *tensors)
+        return _gradients(call, config, bias, want_bias, grad, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         no_double_backward(ctx, *gradients)
 
 
-def _gradients_of_inputs(
+def _gradients(
     call: Call, config: Config | None, bias: Bias | None, want_bias: bool, grad: Tensor, *tensors: Any
 ) -> tuple[Tensor | None, ...]:
     """Those of q, k, v and of the learned tensors, in their order. tensors: as `Attention` saves them."""
-    saved, learned = Saved(*tensors[:6]), tensors[6:]
-    if not want_bias:
-        return *_gradients(call, config, None, False, grad, saved)[:3], *[None] * len(learned)
-    bias = LinearBias(learned[0]) if bias is None else bias
-    dq, dk, dv, by_name = _gradients(call, config, bias, True, grad, saved)
-    return dq, dk, dv, *(by_name.get(name) for name in bias.learned[: len(learned)])
+    from trainshort.ops.triton import launch
+
+    learned = tensors[6:]
+    with on_device(grad):
+        dq, dk, dv, sums = launch.backward(call, Saved(*tensors[:6]), grad, want_bias, config)
+        if sums is None:
+            return dq, dk, dv, *[None] * len(learned)
+        by_name = (LinearBias(learned[0]) if bias is None else bias).kernel_gradients(*sums)
+    names = ("slopes",) if bias is None else bias.learned
+    return dq, dk, dv, *(by_name.get(name) for name in names)
 
 
 def attend(problem: Problem) -> Tensor:
