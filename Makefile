@@ -6,15 +6,18 @@ READY := $(VENV)/.ready
 
 .PHONY: test test-all test-gpu check format bench demo clean
 
+INTERPRETED := tests/ops/contract tests/ops/triton
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
+
 test: $(READY)  ## the tests, and the kernels in Triton's interpreter
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not gpu" --ignore tests/ops/triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m "not slow" tests/ops/triton
+	$(PYTEST) -m "not slow and not gpu" --ignore tests/ops/triton
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(INTERPRETED)
 
 test-all: $(READY)  ## the long tests, which `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 2 -m slow --ignore tests/ops/triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses 2 -m slow tests/ops/triton
+	$(PYTEST) -m "slow and not gpu" --ignore tests/ops/triton
+	TRITON_INTERPRET=1 $(PYTEST) -m slow $(INTERPRETED)
 
-test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: four minutes
+test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: some minutes
 	$(PYTHON) scripts/test_gpu.py
 
 check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment

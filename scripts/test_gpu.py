@@ -1,4 +1,6 @@
-"""Run tests/gpu on this machine's GPU: in several processes side by side, then those that need it alone.
+"""Run the tests for a GPU on this machine's: in several processes side by side, then those that need it alone.
+
+They are all of tests/gpu, and the contract of attention (tests/ops/contract) at its places on a GPU.
 
     python3 scripts/test_gpu.py --log results.txt --commit $(git rev-parse --short HEAD)
 
@@ -22,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 5  # starts of one shard
+TESTS = ("tests/gpu", "tests/ops/contract")
 
 
 def numbers_of(result: dict[str, Any]) -> str:
@@ -35,7 +38,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=12, help="processes side by side (default: 12)")
     parser.add_argument("--log", type=Path, help="write machine, versions and every test's result to this file")
     parser.add_argument("--commit", default="", help="what is tested, for the log (default: ask git)")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one shard (default: 400)")
+    parser.add_argument("--timeout", type=float, default=560.0, help="seconds for one shard (default: 560)")
     parser.add_argument("-k", dest="keyword", help="only tests that match, as in pytest")
     options = parser.parse_args()
 
@@ -81,8 +84,8 @@ def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[di
     """The outcome of each test of a shard, and what went wrong besides."""
     name = shard.replace("/", "_of_")
     results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--shard", shard, "--results", str(results)]
+    command = [sys.executable, "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["-m", "gpu", "-p", "tests.gpu.shards", "--shard", shard, "--results", str(results)]
     command += ["-k", options.keyword] if options.keyword else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of workers would outlive the tests

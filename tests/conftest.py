@@ -1,10 +1,11 @@
-"""Settings of all tests: one thread a worker where tests run side by side, repeatable random numbers, and which cases
-of the long tables `make test` runs: a sample, and `make test-all` the others."""
+"""Settings of all tests: one thread a worker where tests run side by side, repeatable random numbers, what a GPU
+needs, and which cases of the long tables `make test` runs: a sample, and `make test-all` the others."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ settings.register_profile("trainshort", deadline=None, derandomize=True, print_b
 settings.load_profile("trainshort")
 
 HERE = Path(__file__).parent
-# Of the cases of one test, `make test` runs the first and every so many after it.
-SAMPLED = {"ops/triton": 12, "ops": 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Of the cases of one test, `make test` runs the first and every so many after it. Triton's interpreter is slow.
+SAMPLED = {"ops": 12 if INTERPRETED else 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
 FEWEST = 3  # cases: shorter tables are run whole
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,15 +26,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is not in the sample as slow."""
+    """Mark tests for a GPU (all of tests/gpu, and tests/ops/contract at places on one); of the others, mark as slow
+    what is not in the sample."""
+    others: list[pytest.Item] = []
+    for item in (item for item in items if HERE in item.path.parents):
+        if HERE / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") is None:
+            others.append(item)
+            continue
+        # Torch deprecates parts of itself that its own compiler uses.
+        item.add_marker(pytest.mark.filterwarnings("default", "error:::trainshort"))
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: see `make test-gpu`"))
 
     def name(item: pytest.Item) -> tuple[Path, str]:
         return item.path, item.name.partition("[")[0]
 
-    counts, seen = Counter(name(item) for item in items), Counter[tuple[Path, str]]()
-    for item in items:
-        if HERE not in item.path.parents:
-            continue
+    counts, seen = Counter(name(item) for item in others), Counter[tuple[Path, str]]()
+    for item in others:
         place = item.path.relative_to(HERE).as_posix()
         step = next((step for folder, step in SAMPLED.items() if place.startswith(folder)), 1)
         if counts[name(item)] > FEWEST and seen[name(item)] % step:
@@ -43,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("gpu") is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,4 @@
-"""Attention on the GPU inside torch: CUDA graphs, compilation, autocast, saved-tensor hooks, and "auto"."""
+"""Attention on the GPU inside torch, beyond the contract: CUDA graphs, streams, memory of the host, and "auto"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 import trainshort as ts
 from tests.gpu.cases import gpu_case
 from tests.ops.cases import left_padding
-from tests.ops.dense import Case, differentiate
+from tests.ops.dense import Case
 from tests.ops.triton.rounding import KernelJudge
 
 CASES: dict[str, dict] = {
@@ -79,48 +79,6 @@ def test_cuda_graph_of_a_decoding_step() -> None:
             starts.fill_(first)
             graph.replay()
             assert torch.equal(out, step())
-
-
-@pytest.mark.parametrize("name", ["causal", "symmetric", "padded", "bucket"])
-def test_compiled_as_one_graph(name: str) -> None:
-    torch.compiler.reset()
-    case = make(name)
-    compiled = torch.compile(lambda given: given.attend("triton"), fullgraph=True)
-    eager = case.run("triton")
-    for key, tensor in differentiate(case, compiled).items():
-        assert torch.equal(tensor, eager[key]), key
-
-
-def test_compiled_with_code_around_it() -> None:
-    torch.compiler.reset()
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ts.alibi_attention(q.sin(), k * 2.0, v + 1.0).square()
-
-    case = make("causal", dtype=torch.float32)
-    results = []
-    for function in (block, torch.compile(block, fullgraph=True)):
-        leaves = [t.clone().requires_grad_() for t in (case.q, case.k, case.v)]
-        out = function(*leaves)
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, case.upstream())))
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_converts_the_inputs_and_nothing_else(dtype: torch.dtype) -> None:
-    case = make("causal", dtype=torch.float32)
-    lowered = Case(q=case.q.to(dtype), k=case.k.to(dtype), v=case.v.to(dtype), slopes=case.slopes)
-    expected = lowered.run("triton")
-
-    def attend(given: Case) -> Tensor:
-        with torch.autocast("cuda", dtype):
-            return given.attend("triton")
-
-    results = differentiate(case, attend)
-    assert results["out"].dtype == dtype
-    for name, tensor in results.items():
-        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
 def test_saved_on_the_cpu() -> None:

@@ -1,6 +1,8 @@
-"""Random cases of attention, and the list of backends that every test runs over."""
+"""Random cases of attention, and the backends that run on any CPU."""
 
 from __future__ import annotations
+
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +41,12 @@ def random_case(
         buckets = features.pop("num_buckets", 32)
         features["table"] = torch.randn((buckets, heads), generator=generator)
     return Case(q=q, k=k, v=v, **features)
+
+
+def on(device: str, case: Case) -> Case:
+    """The case with all of its tensors on a device."""
+    tensors = {f.name: getattr(case, f.name) for f in fields(case) if isinstance(getattr(case, f.name), Tensor)}
+    return replace(case, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def left_padding(*real: int, length: int) -> Tensor:

@@ -11,7 +11,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 def sliced(tensor: Tensor) -> Tensor:
-    wide = torch.full((*tensor.shape[:3], tensor.shape[3] + 5), torch.nan, dtype=tensor.dtype)
+    wide = torch.full((*tensor.shape[:3], tensor.shape[3] + 5), torch.nan, dtype=tensor.dtype, device=tensor.device)
     wide[..., 2:-3] = tensor
     return wide[..., 2:-3]
 

@@ -155,7 +155,7 @@ def _gradients(
         dq, dk, dv, sums = launch.backward(call, Saved(*tensors[:6]), grad, want_bias, config)
         if sums is None:
             return dq, dk, dv, *[None] * len(learned)
-        by_name = (LinearBias(learned[0]) if bias is None else bias).kernel_gradients(*sums)
+        by_name = (LinearBias(learned[0]) if bias is None else bias).gradients(sums)
     names = ("slopes",) if bias is None else bias.learned
     return dq, dk, dv, *(by_name.get(name) for name in names)
 

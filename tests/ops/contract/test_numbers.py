@@ -1,26 +1,22 @@
-"""Numbers at the ends of their range, as checks that every backend must pass: queries far beyond the keys, slopes of
-any steepness, NaN where nobody looks. Test files name the backend (and the device) and call these."""
+"""Numbers at the ends of their range: queries far beyond the keys, any steepness, NaN where nobody looks."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.budget import Judge
 from tests.ops.cases import left_padding, random_case, right_padding
+from tests.ops.certificates import FLOAT64_NOISE
+from tests.ops.contract.places import ON_CPU, Place, at, formats
 from tests.ops.dense import LEAVES, Case, dense
 
-FAR = [10**3, 10**6, 10**7, 10**8, 10**9, 2**40]
+FAR = {"thousands_and_millions": (10**3, 10**7), "any": (10**6, 10**8, 10**9, 2**40)}
 STEEP = [1.0, 10.0, 100.0, 1e4, math.exp(20.0), 1e10, 2.0**64]
-FLOAT64_NOISE = 1e-9
-
-
-def on(device: str, case: Case) -> Case:
-    tensors = {f.name: getattr(case, f.name) for f in fields(case) if isinstance(getattr(case, f.name), Tensor)}
-    return replace(case, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 # Queries beyond all keys, by how far: the same case with the queries next to the keys, and how they are moved away.
@@ -45,28 +41,44 @@ def far_case(name: str, far: int, dtype: torch.dtype, queries: int = 70) -> tupl
     return replace(near, query_start=near.query_start + direction * far), near
 
 
-def check_far_queries(backend: str, name: str, far: int, dtype: torch.dtype, device: str = "cpu") -> None:
+@formats(torch.float32, torch.float16, torch.bfloat16)
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("far", FAR)
+def test_queries_far_beyond_the_keys(name: str, far: str, dtype: torch.dtype, place: Place) -> None:
     """Output, gradients and skipped mass are those of queries next to the keys: a common distance changes nothing."""
-    case, near = far_case(name, far, dtype)
-    judge = Judge(near)
-    judge.check({n: t.cpu() for n, t in on(device, case).run(backend).items()})
-    if near.slopes is not None:
+    for distance in FAR[far]:
+        case, near = (place.here(case) for case in far_case(name, distance, dtype))
+        Judge(near).check(case.run(place.backend))
+        if near.slopes is None:
+            continue
         for tolerance in (2.0**-24, 2.0**-10):
-            kept = on(device, replace(case, tolerance=tolerance)).kept().cpu()
-            missed = dense(near)[1].masked_fill(kept, 0.0).sum(-1)
-            assert float(missed.max()) <= tolerance * (1.0 + FLOAT64_NOISE), float(missed.max()) / tolerance
+            kept = replace(case, tolerance=tolerance).kept()
+            missed = float(dense(near)[1].masked_fill(kept, 0.0).sum(-1).max())
+            assert missed <= tolerance * (1.0 + FLOAT64_NOISE), missed / tolerance
 
 
-def check_steep_slope(backend: str, slope: float, causal: bool, dtype: torch.dtype, device: str = "cpu") -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("slope", STEEP)
+def test_steep_slopes(slope: float, causal: bool, place: Place) -> None:
     """Beside a gentle head, and with loud queries, so that scores can pay for a step or two."""
-    case = random_case(
-        batch=1, heads=2, queries=150, dim=16, dtype=dtype, causal=causal, slopes=torch.tensor([slope, 0.3])
-    )
-    case = replace(case, q=2.0 * case.q, offset=0.0 if causal else 0.5)
-    Judge(case).check({n: t.cpu() for n, t in on(device, case).run(backend).items()})
+    case = place.case(batch=1, heads=2, queries=150, dim=16, causal=causal, slopes=torch.tensor([slope, 0.3]))
+    place.check(replace(case, q=2.0 * case.q, offset=0.0 if causal else 0.5))
 
 
-# What stands in queries that see no key, or in the gradient that arrives there, reaches nothing.
+@at(*ON_CPU)  # on a GPU the device itself fails
+@pytest.mark.parametrize("slope", [2.0**65, 1e30, math.inf, math.nan, 0.0, -1.0])
+def test_slopes_out_of_range_are_refused(slope: float, place: Place) -> None:
+    case = place.case(heads=3, slopes=torch.tensor([0.5, slope, 0.1]))
+    with pytest.raises(ValueError, match=r"slopes must be positive and at most 2\^64, got"):
+        case.attend(place.backend)
+
+
+@at(*ON_CPU)
+@pytest.mark.parametrize("start", [2**63, -(2**70)])
+def test_a_start_that_is_no_position(start: int, place: Place) -> None:
+    with pytest.raises(ValueError, match="query_start must lie between"):
+        place.case(queries=3, query_start=start).attend(place.backend)
+
 
 BLIND: dict[str, dict] = {
     "left_padding": {"key_padding_mask": left_padding(150, 61, length=150)},
@@ -86,30 +98,31 @@ BLIND: dict[str, dict] = {
 }
 
 
-def check_blind_queries(backend: str, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    case = on(device, random_case(queries=150, dim=16, dtype=dtype, **BLIND[name]))
-    blind = ~case.seen.any(-1)[..., None].to(device)  # [B, H, Tq, 1]
+@formats(torch.float32, torch.float16, torch.bfloat16)
+@pytest.mark.parametrize("name", BLIND)
+def test_what_stands_in_queries_that_see_nothing(name: str, dtype: torch.dtype, place: Place) -> None:
+    """Neither NaN in such a query nor in the gradient that arrives there reaches anything."""
+    case = place.case(**{"batch": 2, "heads": 3, "queries": 150, "dim": 16, "dtype": dtype} | BLIND[name])
+    blind = ~case.seen.any(-1)[..., None]  # [B, H, Tq, 1]
     assert bool(blind.any())
-    clean = _gradients(case, backend, case.upstream())
+    clean = gradients(case, place, case.upstream())
     poisoned = replace(case, q=case.q.masked_fill(blind, math.nan))
     for dirty in (
-        _gradients(poisoned, backend, case.upstream()),
-        _gradients(case, backend, case.upstream().masked_fill(blind, math.nan)),
-        _gradients(case, backend, case.upstream().masked_fill(blind, math.inf)),
+        gradients(poisoned, place, case.upstream()),
+        gradients(case, place, case.upstream().masked_fill(blind, math.nan)),
+        gradients(case, place, case.upstream().masked_fill(blind, math.inf)),
     ):
         for leaf, gradient in clean.items():
             assert bool(torch.isfinite(dirty[leaf]).all()), leaf
             torch.testing.assert_close(dirty[leaf], gradient, msg=lambda text, leaf=leaf: f"{leaf}: {text}")
 
 
-def _gradients(case: Case, backend: str, upstream: Tensor) -> dict[str, Tensor]:
+def gradients(case: Case, place: Place, upstream: Tensor) -> dict[str, Tensor]:
     leaves = {n: getattr(case, n).detach().requires_grad_() for n in LEAVES if getattr(case, n) is not None}
-    out = replace(case, **leaves).attend(backend)
+    out = replace(case, **leaves).attend(place.backend)
     found = torch.autograd.grad(out, list(leaves.values()), upstream, materialize_grads=True)
     return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
 
-
-# A value that is not finite shows to those who see it and to nobody else.
 
 HIDDEN: dict[str, tuple[dict, slice, slice]] = {  # features, where the poison is, queries that do not see it
     "other_documents": ({"batch": 1, "cu_seqlens": torch.tensor([0, 50, 150])}, slice(0, 50), slice(50, 150)),
@@ -131,13 +144,15 @@ HIDDEN: dict[str, tuple[dict, slice, slice]] = {  # features, where the poison i
 }
 
 
-def check_hidden_keys(backend: str, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+@pytest.mark.parametrize("name", HIDDEN)
+def test_values_that_others_do_not_see(name: str, place: Place) -> None:
+    """A value that is not finite shows to those who see it and to nobody else."""
     features, poison, others = HIDDEN[name]
-    case = on(device, random_case(queries=150, dim=16, dtype=dtype, **features))
-    clean = case.run(backend)
+    case = place.case(**{"batch": 2, "heads": 3, "queries": 150, "dim": 16} | features)
+    clean = case.run(place.backend)
     for leaf in ("k", "v"):
         tensor = getattr(case, leaf).clone()
         tensor[:, :, poison] = math.nan
-        dirty = replace(case, **{leaf: tensor}).run(backend)
+        dirty = replace(case, **{leaf: tensor}).run(place.backend)
         for result in ("out", "q"):
             torch.testing.assert_close(dirty[result][:, :, others], clean[result][:, :, others])

@@ -1,0 +1,156 @@
+"""Every feature of attention, by name: what it asks for at a place. Sizes that are not said are the place's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import trainshort as ts
+from tests.ops.cases import left_padding, right_padding
+from tests.ops.contract.places import Place
+from tests.ops.dense import Case
+
+ONE_SIDED = ts.LinearBias.one_sided(torch.ones(5)).sees
+THREE = torch.tensor([0.9, 0.4, 0.05])
+FOUR_BY_ROW = torch.tensor([[0.9, 0.1, 0.3, 0.5], [0.02, 0.6, 0.2, 0.1]])
+
+
+def symmetric(**features: Any) -> dict[str, Any]:
+    return {"causal": False} | features
+
+
+def packed(*borders: int, dtype: torch.dtype = torch.int64, **features: Any) -> dict[str, Any]:
+    return {"batch": 1, "queries": borders[-1], "cu_seqlens": torch.tensor(borders, dtype=dtype)} | features
+
+
+def middle(length: int) -> torch.Tensor:
+    """Padding on the left of one row, on both sides of the other."""
+    index = torch.arange(length)
+    return torch.stack((index >= 20, (index >= 3) & (index < 2 * length // 3)))
+
+
+FEATURES: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "causal": lambda p: {},
+    "causal_steep": lambda p: {"queries": 2 * p.length + 30, "slopes": p.steep},
+    "symmetric": lambda p: symmetric(),
+    "symmetric_steep": lambda p: symmetric(queries=2 * p.length + 30, slopes=p.steep),
+    "one_sided": lambda p: symmetric(heads=3, sees=("past", "past", "future")),
+    "one_sided_five_heads": lambda p: symmetric(heads=5, sees=ONE_SIDED),
+    "future_only": lambda p: symmetric(slopes=p.steep, sees=("future",) * p.heads),
+    "left_right_slopes": lambda p: symmetric(slopes=p.steep, future=p.steep.flip(0)),
+    "left_right_slopes_by_row": lambda p: symmetric(batch=2, slopes=p.steep, future=p.steep_by_row),
+    "offset": lambda p: symmetric(offset=0.5),
+    "offset_future_and_sight": lambda p: symmetric(
+        heads=3, offset=1.0, slopes=THREE, future=THREE.flip(0), sees=("both", "future", "past")
+    ),
+    "slopes_by_row": lambda p: {"batch": 2, "slopes": p.steep_by_row},
+    "slopes_by_row_symmetric": lambda p: symmetric(batch=2, slopes=p.steep_by_row),
+    "float64_slopes": lambda p: {"queries": 140, "slopes": p.steep.double()},
+    "half_slopes": lambda p: {"queries": 140, "slopes": p.steep.half()},
+    "no_bias": lambda p: {"bias": "none"},
+    "no_bias_symmetric": lambda p: symmetric(bias="none"),
+    "no_bias_query_start": lambda p: {
+        "bias": "none", "queries": 40, "keys": p.length, "query_start": p.length * 4 // 5,
+    },
+    "no_bias_query_start_by_row": lambda p: {
+        "bias": "none", "batch": 2, "queries": 230, "query_start": torch.tensor([100, 0]),
+    },
+    "no_bias_padded": lambda p: {
+        "bias": "none", "batch": 2, "key_padding_mask": left_padding(p.length, 33, length=p.length),
+    },
+    "bucket": lambda p: p.bucket,
+    "bucket_symmetric": lambda p: symmetric(**p.bucket, bidirectional=True),
+    "bucket_causal_from_both": lambda p: p.bucket | {"bidirectional": True},
+    "bucket_symmetric_from_causal": lambda p: symmetric(**p.bucket),
+    "bucket_odd_count": lambda p: p.bucket | {"num_buckets": 6, "max_distance": 20},
+    "bucket_wide": lambda p: p.bucket | {"max_distance": p.length + 20},
+    "bucket_wide_inside": lambda p: p.bucket | {"queries": 2 * p.length + 100, "max_distance": 2 * p.length},
+    "bucket_far": lambda p: p.bucket | {"max_distance": 3000},
+    "bucket_four_heads": lambda p: p.bucket | {"heads": 4},
+    "bucket_grouped": lambda p: p.bucket | {"heads": 4, "kv_heads": 2, "num_buckets": 8, "max_distance": 64},
+    "bucket_padded": lambda p: p.bucket | {
+        "batch": 2, "key_padding_mask": left_padding(p.length * 3 // 4, 33, length=p.length),
+    },
+    "bucket_packed": lambda p: p.bucket | packed(0, 77, p.length),
+    "bucket_query_start": lambda p: p.bucket | {"queries": 40, "keys": p.length, "query_start": p.length * 2 // 3},
+    "bucket_query_start_by_row": lambda p: p.bucket | {
+        "batch": 2, "queries": 230, "query_start": torch.tensor([159, 8]), "causal": False,
+    },
+    "one_key_head": lambda p: {"heads": 4, "kv_heads": 1},
+    "grouped": lambda p: {"heads": 4, "kv_heads": 2},
+    "grouped_symmetric": lambda p: symmetric(heads=6, kv_heads=3),
+    "grouped_one_sided": lambda p: symmetric(heads=6, kv_heads=2, sees=("past",) * 3 + ("future",) * 3),
+    "grouped_mixed_sight": lambda p: symmetric(heads=4, kv_heads=2, sees=("past", "future", "past", "both")),
+    "grouped_slopes_by_row": lambda p: {"batch": 2, "heads": 4, "kv_heads": 2, "slopes": FOUR_BY_ROW},
+    "three_heads": lambda p: {"heads": 3, "queries": 140},
+    "five_heads_symmetric": lambda p: symmetric(heads=5, queries=130),
+    "six_heads_two_key_heads": lambda p: {"heads": 6, "kv_heads": 2, "queries": p.length * 2 // 3},
+    "six_heads_three_key_heads": lambda p: {"heads": 6, "kv_heads": 3, "queries": p.length * 2 // 3},
+    "six_heads_one_key_head_symmetric": lambda p: symmetric(heads=6, kv_heads=1, queries=p.length * 2 // 3),
+    "twelve_heads": lambda p: {"batch": 1, "heads": 12, "queries": p.length * 2 // 3},
+    "twelve_heads_four_key_heads": lambda p: {"batch": 1, "heads": 12, "kv_heads": 4, "queries": p.length * 2 // 3},
+    "fewer_queries": lambda p: {"queries": 70, "keys": 2 * p.length},
+    "fewer_queries_symmetric": lambda p: symmetric(queries=p.length // 2, keys=2 * p.length),
+    "one_query": lambda p: {"queries": 1, "keys": 2 * p.length - 100},
+    "one_query_symmetric": lambda p: symmetric(queries=1, keys=2 * p.length - 100),
+    "one_key": lambda p: {"queries": 100, "keys": 1},
+    "more_queries": lambda p: {"queries": p.length * 4 // 3, "keys": p.length // 2},
+    "more_queries_symmetric": lambda p: symmetric(queries=p.length * 4 // 3, keys=p.length // 2),
+    "query_start": lambda p: {"queries": 50, "keys": p.length + 100, "query_start": p.length},
+    "query_start_zero": lambda p: {"queries": p.length * 2 // 3, "keys": p.length + 100, "query_start": 0},
+    "query_start_symmetric": lambda p: symmetric(queries=p.length // 2, keys=p.length + 100, query_start=30),
+    "query_start_beyond_the_keys": lambda p: {
+        "queries": 40, "keys": 200, "query_start": 900, "slopes": p.steep / 100,
+    },
+    "query_start_beyond_symmetric": lambda p: symmetric(queries=40, keys=200, query_start=400, slopes=p.steep / 100),
+    "query_start_before_the_keys": lambda p: {"query_start": -70},
+    "query_start_before_symmetric": lambda p: symmetric(queries=100, keys=p.length, query_start=-70),
+    "query_start_all_before": lambda p: {"queries": 50, "keys": 100, "query_start": -50},
+    "query_start_by_row": lambda p: {
+        "batch": 2, "queries": 50, "keys": p.length + 100, "query_start": torch.tensor([p.length, 7]),
+    },
+    "query_start_by_row_int32": lambda p: {
+        "batch": 2, "queries": 50, "keys": p.length + 50,
+        "query_start": torch.tensor([-20, p.length + 20], dtype=torch.int32),
+    },
+    "query_start_by_row_symmetric": lambda p: symmetric(
+        batch=2, queries=p.length // 2, keys=p.length + 100, query_start=torch.tensor([2 * p.length, -7])
+    ),
+    "left_padding": lambda p: {
+        "batch": 2, "key_padding_mask": left_padding(p.length, p.length // 2 - 10, length=p.length),
+    },
+    "left_padding_whole_blocks": lambda p: {"batch": 2, "key_padding_mask": left_padding(10, 0, length=p.length)},
+    "left_padding_symmetric": lambda p: symmetric(
+        batch=2, key_padding_mask=left_padding(p.length * 2 // 3, 31, length=p.length)
+    ),
+    "right_padding": lambda p: {
+        "batch": 2, "key_padding_mask": right_padding(p.length, p.length // 2 - 10, length=p.length),
+    },
+    "right_padding_symmetric": lambda p: symmetric(
+        batch=2, key_padding_mask=right_padding(p.length - 10, 1, length=p.length)
+    ),
+    "padding_and_fewer_queries": lambda p: {
+        "batch": 2, "queries": 60, "keys": p.length, "key_padding_mask": left_padding(p.length, 25, length=p.length),
+    },
+    "padding_and_query_start": lambda p: {
+        "batch": 2, "queries": 60, "keys": p.length, "key_padding_mask": middle(p.length),
+        "query_start": torch.tensor([p.length * 4 // 5, p.length * 2 // 5]),
+    },
+    "packed": lambda p: packed(0, 1, 150, 151, 300),
+    "packed_int32": lambda p: packed(0, 60, p.length, dtype=torch.int32),
+    "packed_symmetric": lambda p: packed(0, 128, 140, 300, causal=False),
+    "packed_empty_documents": lambda p: packed(0, 0, 77, 77, 77, 150, 150),
+    "packed_grouped": lambda p: packed(0, 130, 260, heads=6, kv_heads=3),
+    "packed_one_sided": lambda p: packed(0, 130, 200, heads=5, causal=False, sees=ONE_SIDED),
+    "packed_steep": lambda p: packed(0, 20, 390, 400, slopes=p.steep),
+    "packed_many": lambda p: packed(*range(0, 151, 15), heads=1),
+    "scale": lambda p: {"queries": p.length * 2 // 3, "scale": 1.0},
+    "scale_zero": lambda p: {"queries": p.length * 2 // 3, "scale": 0.0},
+    "scale_negative": lambda p: {"queries": p.length * 2 // 3, "scale": -0.7},
+}  # fmt: skip
+
+
+def feature_case(place: Place, feature: str, **more: Any) -> Case:
+    return place.case(**FEATURES[feature](place) | more)
