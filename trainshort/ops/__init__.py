@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-def alibi_attention(
+def alibi_attention(  # noqa: PLR0913  a public signature
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -113,7 +113,7 @@ def alibi_attention(
     )
 
 
-def attention(
+def attention(  # noqa: PLR0913  a public signature
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -199,7 +199,7 @@ def explain(
     return dispatch.explain(problem, backend)
 
 
-def certified_windows(
+def certified_windows(  # noqa: PLR0913  a public signature
     q: Tensor,
     k: Tensor,
     slopes: Tensor | None = None,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -261,10 +261,18 @@ def config_for(features: Features, q: Tensor, k: Tensor, v: Tensor) -> Config:
     return CACHE.get(key) or CACHE.put(key, Config(features, layout, q, k, v))
 
 
+class DecodingOptions(NamedTuple):
+    """How a decoding step is computed, besides what shapes and layouts say."""
+
+    ragged: bool
+    splits: int  # of the keys
+    precision: str
+    chunk: int  # norms that are read at once
+
+
 def decoding_kernels(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, norms: Tensor | None, bias: KernelBias, ragged: bool, splits: int,
-    precision: str, chunk: int,
-) -> list[Kernel]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, norms: Tensor | None, bias: KernelBias, options: DecodingOptions
+) -> list[Kernel]:
     """For a few causal queries a row: each split of the keys, and joining them. Of tensors only the layouts count."""
     batch, heads, queries, dim = q.shape
     kv_heads = k.shape[1]
@@ -288,16 +296,16 @@ def decoding_kernels(
         "BN": 32 if wide else 64,
         "BIAS": bias.kind,
         "WINDOWS": norms is not None,
-        "RAGGED": ragged,
-        "SPLITS": splits,
-        "PRECISION": precision,
+        "RAGGED": options.ragged,
+        "SPLITS": options.splits,
+        "PRECISION": options.precision,
         "STAGES": 1 if wide else 3,
-        "CHUNK": chunk,
+        "CHUNK": options.chunk,
     }
-    options = {"num_warps": 4}
+    warps = {"num_warps": 4}
     return [
-        Kernel(decode.split_kernel, (splits, kv_heads, batch), values, options),
-        Kernel(decode.join_kernel, (queries, heads, batch), values, options),
+        Kernel(decode.split_kernel, (options.splits, kv_heads, batch), values, warps),
+        Kernel(decode.join_kernel, (queries, heads, batch), values, warps),
     ]
 
 

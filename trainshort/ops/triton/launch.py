@@ -19,7 +19,7 @@ from trainshort.ops.bias import BUCKET, LINEAR
 from trainshort.ops.problem import Problem
 from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.call import Call, Saved, Values, describe, kernel_bias, may_skip, numbers_of, sequences_of
-from trainshort.ops.triton.config import Config, config_for, decoding_kernels
+from trainshort.ops.triton.config import Config, DecodingOptions, config_for, decoding_kernels
 from trainshort.ops.triton.driver import DirectLaunch, Kernel, Slice, UnsupportedError
 from trainshort.ops.triton.shapes import UNIT, allows_tf32, gradient_of, layout_of, rows_contiguous
 from trainshort.ops.windows import visible_blocks
@@ -179,14 +179,13 @@ def decode(problem: Problem) -> Tensor:
         norm_count, norm_layout = norms.shape[2], (norms.stride(), norms.data_ptr() % 16)
     splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
     precision = "tf32" if q.element_size() == 4 and allows_tf32() else "ieee"
-    chunk = min(1024, triton.next_power_of_2(max(norm_count, 1)))
+    options = DecodingOptions(ragged, splits, precision, min(1024, triton.next_power_of_2(max(norm_count, 1))))
     # Not the number of keys, which is another one at every step.
     layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
-    about = (bias.kind, bias.by_row, bias.max_distance, ragged, norm_layout, splits, precision, chunk)
-    key = ("decode", layout, about, q.dtype, q.device)
+    key = ("decode", layout, norm_layout, bias.kind, bias.by_row, bias.max_distance, options, q.dtype, q.device)
     launch = CACHE.get(key)
     if launch is None:
-        kernels = decoding_kernels(q, k, v, out, norms, bias, ragged, splits, precision, chunk)
+        kernels = decoding_kernels(q, k, v, out, norms, bias, options)
         launch = CACHE.put(key, Launch(kernels, {}))
     numbers = numbers_of(problem, start)
     values: Values = {
