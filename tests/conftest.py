@@ -20,33 +20,41 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the cases of one test, `make test` runs the first and every so many after it. Triton's interpreter is slow.
 SAMPLED = {"ops": 12 if INTERPRETED else 5, "models/test_compile.py": 3, "models/test_overfit.py": 3}
 FEWEST = 3  # cases: shorter tables are run whole
+# The same on a GPU, for `scripts/test_gpu.py --sample`.
+SAMPLED_ON_GPU = {"ops": 5}
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests for a GPU (all of tests/gpu, and tests/ops/contract at places on one); of the others, mark as slow
-    what is not in the sample."""
-    others: list[pytest.Item] = []
+    """Mark tests for a GPU (all of tests/gpu, and tests/ops/contract at places on one), and what is not in the sample
+    as slow."""
+    on_gpu: list[pytest.Item] = []
+    elsewhere: list[pytest.Item] = []
     for item in (item for item in items if HERE in item.path.parents):
         if HERE / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") is None:
-            others.append(item)
+            elsewhere.append(item)
             continue
+        on_gpu.append(item)
         # Torch deprecates parts of itself that its own compiler uses.
         item.add_marker(pytest.mark.filterwarnings("default", "error:::trainshort"))
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: see `make test-gpu`"))
+    _mark_slow(elsewhere, SAMPLED)
+    _mark_slow(on_gpu, SAMPLED_ON_GPU)
 
+
+def _mark_slow(items: list[pytest.Item], sampled: dict[str, int]) -> None:
     def name(item: pytest.Item) -> tuple[Path, str]:
         return item.path, item.name.partition("[")[0]
 
-    counts, seen = Counter(name(item) for item in others), Counter[tuple[Path, str]]()
-    for item in others:
+    counts, seen = Counter(name(item) for item in items), Counter[tuple[Path, str]]()
+    for item in items:
         place = item.path.relative_to(HERE).as_posix()
-        step = next((step for folder, step in SAMPLED.items() if place.startswith(folder)), 1)
+        step = next((step for folder, step in sampled.items() if place.startswith(folder)), 1)
         if counts[name(item)] > FEWEST and seen[name(item)] % step:
             item.add_marker(pytest.mark.slow)
         seen[name(item)] += 1

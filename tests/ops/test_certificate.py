@@ -6,9 +6,7 @@ a bound that is safe because it visits everything fails here too.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,91 +18,11 @@ from torch import Tensor
 import trainshort as ts
 from tests.ops import hostile
 from tests.ops.cases import left_padding, random_case, right_padding
-from tests.ops.certificates import FLOAT64_NOISE, assert_monotone, skipped, span_of
+from tests.ops.contract.places import PLACES
+from tests.ops.contract.test_windows import BLOCKS, LAYOUTS, TOLERANCES, assert_certified
 from tests.ops.dense import Case, dense
 
-BLOCKS = [1, 16, 64, 128]
-TOLERANCES = [2.0**-24, 2.0**-14, 1e-2, 0.3]
 STEEP = torch.tensor([0.9, 0.3, 0.1])
-
-
-def assert_certified(
-    case: Case, blocks: Sequence[int] = BLOCKS, tolerances: Sequence[float] = TOLERANCES, at_least: float = 0.0
-) -> None:
-    """At no tolerance does a query skip more; `at_least` is the share of it that some query must really skip."""
-    batch, heads, queries, _ = case.q.shape
-    asked = list(itertools.product(tolerances, blocks))
-    spans = []
-    for tolerance, block in asked:
-        windows = replace(case, tolerance=tolerance).windows(block)
-        assert windows.dtype == torch.int32
-        assert windows.shape == (batch, heads, -(-queries // block), 2)
-        assert int(windows.min()) >= 0
-        assert int(windows.max()) <= -(-case.k.shape[2] // block)
-        assert_monotone(windows)
-        spans.append(span_of(case, windows, block))
-    for (tolerance, block), mass in zip(asked, skipped(case, spans), strict=True):
-        share = float(mass.max()) / tolerance
-        assert share <= 1.0 + FLOAT64_NOISE, f"skipped {share} times the tolerance of {tolerance}, blocks of {block}"
-        assert share >= at_least, f"skipped only {share} times the tolerance of {tolerance}: too loose to be tested"
-
-
-LAYOUTS: dict[str, dict] = {
-    "causal": {"queries": 600},
-    "symmetric": {"queries": 600, "causal": False},
-    "one_sided": {"queries": 600, "causal": False, "sees": ("past", "future", "past")},
-    "mixed_sight": {"queries": 600, "causal": False, "sees": ("both", "future", "past")},
-    "left_right": {"queries": 600, "causal": False, "slopes": STEEP, "future": STEEP.flip(0)},
-    "left_right_by_row": {
-        "queries": 600,
-        "causal": False,
-        "slopes": torch.tensor([[0.9, 0.3, 0.1], [0.2, 0.5, 0.05]]),
-        "future": STEEP,
-    },
-    "offset": {"queries": 600, "causal": False, "offset": 1.0, "slopes": STEEP},
-    "left_padding": {"queries": 600, "key_padding_mask": left_padding(600, 333, length=600)},
-    "right_padding": {"queries": 600, "key_padding_mask": right_padding(600, 100, length=600)},
-    "padding_symmetric": {"queries": 600, "causal": False, "key_padding_mask": left_padding(590, 100, length=600)},
-    "no_key": {"queries": 600, "key_padding_mask": left_padding(600, 0, length=600)},
-    "packed": {"batch": 1, "queries": 600, "cu_seqlens": torch.tensor([0, 5, 5, 300, 420, 600])},
-    "packed_symmetric": {"batch": 1, "queries": 600, "causal": False, "cu_seqlens": torch.tensor([0, 290, 310, 600])},
-    "fewer_queries": {"queries": 70, "keys": 600},
-    "one_query": {"queries": 1, "keys": 600},
-    "fewer_queries_symmetric": {"queries": 200, "keys": 600, "causal": False},
-    "more_queries": {"queries": 600, "keys": 400},
-    "more_queries_symmetric": {"queries": 600, "keys": 400, "causal": False},
-    "query_start": {"queries": 100, "keys": 600, "query_start": 300},
-    "query_start_by_row": {"queries": 100, "keys": 600, "query_start": torch.tensor([490, 10])},
-    "query_start_beyond": {"queries": 100, "keys": 600, "query_start": 700},
-    "query_start_symmetric": {"queries": 100, "keys": 600, "query_start": 250, "causal": False},
-    "padding_and_query_start": {
-        "queries": 100,
-        "keys": 600,
-        "query_start": torch.tensor([490, 200]),
-        "key_padding_mask": torch.arange(600).expand(2, -1) >= torch.tensor([[100], [50]]),
-    },
-    "grouped": {"queries": 600, "heads": 6, "kv_heads": 2},
-    "grouped_symmetric": {"queries": 600, "heads": 6, "kv_heads": 3, "causal": False},
-    "one_key_head": {"queries": 600, "heads": 4, "kv_heads": 1, "slopes": torch.tensor([0.9, 0.5, 0.1, 1e-3])},
-    "scaled": {"queries": 600, "scale": 2.0},
-    "scaled_negative": {"queries": 600, "scale": -2.0},
-    "half": {"queries": 600, "dtype": torch.float16},
-    "bfloat16": {"queries": 600, "dtype": torch.bfloat16},
-    "float64": {"queries": 600, "dtype": torch.float64},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(layout: str) -> None:
-    features = LAYOUTS[layout]
-    steep = {} if "heads" in features else {"slopes": STEEP}
-    assert_certified(random_case(**(steep | features)))
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
-@pytest.mark.parametrize("name", hostile.FINITE)
-def test_hostile_inputs(name: str, causal: bool) -> None:
-    assert_certified(Case(**hostile.FINITE[name](640), causal=causal))
 
 
 @pytest.mark.parametrize("name", hostile.FINITE)
@@ -177,7 +95,8 @@ def test_given_key_norms_narrow_the_windows() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tolerance_zero_skips_nothing(layout: str) -> None:
-    case = random_case(**(LAYOUTS[layout] | {"tolerance": 0.0}))
+    place = PLACES["blocked"]
+    case = place.case(**{"queries": 600, "slopes": place.steep} | LAYOUTS[layout](place, 600) | {"tolerance": 0.0})
     for block in BLOCKS:
         assert bool((case.kept(block) | ~case.seen).all())
 
@@ -185,22 +104,6 @@ def test_tolerance_zero_skips_nothing(layout: str) -> None:
 def test_float64_skips_nothing_by_default() -> None:
     case = random_case(queries=600, dtype=torch.float64, slopes=STEEP)
     assert bool((case.kept(16) | ~case.seen).all())
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
-@pytest.mark.parametrize("name", hostile.NON_FINITE)
-def test_what_is_not_finite_is_visited(name: str, causal: bool) -> None:
-    """A NaN or inf in a key is visited by every query that sees it; in a query, it makes that query see all."""
-    for slopes in (torch.full((4,), 0.9999), torch.tensor(hostile.STEEP_AND_GENTLE)):
-        arguments = hostile.NON_FINITE[name](640) | {"slopes": slopes}
-        tensor, row, head, position = arguments.pop("poisoned")
-        case = Case(**arguments, causal=causal, tolerance=2.0**-14)
-        for block in BLOCKS:
-            missed = case.seen & ~case.kept(block)
-            if tensor == "k":
-                assert not bool(missed[row, head, :, position].any())
-            else:
-                assert not bool(missed[row, head, position].any())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import trainshort as ts
-from tests.ops.cases import random_case
-from tests.ops.triton.features import STEEP, small
+from tests.ops.contract.places import PLACES
 from trainshort.ops.triton import shapes
 
 
@@ -19,7 +18,7 @@ class Attention(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
-        self.register_buffer("slopes", STEEP.clone())
+        self.register_buffer("slopes", PLACES["interpreted"].steep)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return ts.alibi_attention(q, k, v, self.slopes, cu_seqlens=cu_seqlens, backend="triton", **self.options)
@@ -33,7 +32,7 @@ def _windows_from_100_keys_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    case = random_case(**small(queries=length, keys=keys or length))
+    case = PLACES["interpreted"].case(queries=length, keys=keys or length)
     return case.q, case.k, case.v
 
 
