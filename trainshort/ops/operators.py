@@ -64,19 +64,22 @@ GRADIENTS = ["q", "k", "v", *LEARNED]  # what the backward operators return, in 
 RESULTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
 
 
+_PROBLEM_FIELDS = [field.name for field in fields(Problem)]
 _BIAS_FIELDS = {kind: [field.name for field in fields(kind)] for kind in BIASES}  # type: ignore[arg-type]
 
 
 def pack(problem: Problem) -> tuple[Any, ...]:
     """The arguments of an operator that stand for a problem."""
-    values = vars(problem) | {"scale": float(problem.scale), "tolerance": float(problem.tolerance)}
+    values: dict[str, Any] = {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
+    values["scale"], values["tolerance"] = float(problem.scale), float(problem.tolerance)
     if isinstance(problem.query_start, Tensor):
-        values |= {"query_start": None, "query_starts": problem.query_start}
+        values["query_start"], values["query_starts"] = None, problem.query_start
     if problem.bias is not None:
-        values |= vars(problem.bias)
+        for name in _BIAS_FIELDS[type(problem.bias)]:
+            values[name] = getattr(problem.bias, name)
         if values.get("sees") is not None:
             values["sees"] = [SIGHTS.index(sight) for sight in values["sees"]]
-    return tuple(map(values.get, NAMES))
+    return tuple(values.get(name) for name in NAMES)
 
 
 def unpack(arguments: tuple[Any, ...]) -> Problem:
