@@ -99,10 +99,9 @@ def test_the_backward_operator_is_well_formed(name: str, want_bias: bool, place:
 # Compilation
 
 
-def compiled(function: Callable[..., Tensor], place: Place) -> Callable[..., Tensor]:
-    """In one graph. On a CPU AOT autograd traces forward and backward, and the graphs are run as they stand."""
+def compiled(function: Callable[..., Tensor], compiler: str = "aot_eager") -> Callable[..., Tensor]:
+    """In one graph. AOT autograd traces forward and backward; "aot_eager" runs the graphs as they stand."""
     torch.compiler.reset()
-    compiler = "inductor" if place.device == "cuda" else "aot_eager"
     return torch.compile(function, fullgraph=True, backend=compiler)
 
 
@@ -111,7 +110,9 @@ def compiled(function: Callable[..., Tensor], place: Place) -> Callable[..., Ten
 def test_compiled_as_one_graph(name: str, place: Place) -> None:
     case = make(place, name)
     eager = case.run(place.backend)
-    attend = compiled(lambda given: given.attend(place.backend), place)
+    by_inductor = place.name == "triton_gpu" and name in ("paper", "symmetric", "padded", "bucket")
+    compiler = "inductor" if by_inductor else "aot_eager"
+    attend = compiled(lambda given: given.attend(place.backend), compiler)
     for key, tensor in differentiate(case, attend).items():
         assert torch.equal(tensor, eager[key]), key
 
@@ -120,7 +121,7 @@ def test_compiled_as_one_graph(name: str, place: Place) -> None:
 def test_compiled_decoding(place: Place) -> None:
     case = make(place, "causal")
     case = replace(case, q=case.q[:, :, -1:], key_norms=case.k.norm(dim=-1).amax(-1))
-    attend = compiled(lambda given: given.attend(place.backend), place)
+    attend = compiled(lambda given: given.attend(place.backend))
     with torch.no_grad():
         torch.testing.assert_close(attend(case), case.attend(place.backend))
         if place.backend == "triton":
@@ -213,7 +214,7 @@ def test_autocast_leaves_float64_alone(place: Place) -> None:
 @at(*WITH_WINDOWS)
 def test_autocast_and_compile_together(place: Place) -> None:
     case = make(place, "paper")
-    attend = compiled(lambda given: given.attend(place.backend), place)
+    attend = compiled(lambda given: given.attend(place.backend))
 
     def under_autocast(given: Case) -> Tensor:
         with torch.autocast(place.device, place.low):
