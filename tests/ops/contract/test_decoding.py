@@ -236,7 +236,7 @@ def test_unvisited_values_are_not_read(kind: str, place: Place) -> None:
 
 def test_step_by_step_is_all_at_once(place: Place) -> None:
     """Token after token into preallocated memory full of NaN, with the norms so far: the rows of one causal call."""
-    length = 70 if place.interpreted else 150
+    length = 30 if place.interpreted else 150
     whole = place.case(queries=length, slopes=place.steep)
     room = {n: torch.full_like(getattr(whole, n), math.nan).repeat(1, 1, 2, 1) for n in ("k", "v")}
     allowed = 2.0 * error_budget(whole)["out"]
