@@ -115,7 +115,7 @@ def test_of_few_documents_a_whole_one_is_kept(tmp_path: Path) -> None:
 
 
 def test_long_documents_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "BLOCK", 64)
+    monkeypatch.setattr(text_module, "READ_BYTES", 64)
     (tmp_path / "book.txt").write_text("".join(TEXTS))
     data = prepared(tmp_path / "book.txt", tmp_path / "data", validation_fraction=0.0)
     assert texts_of(data, "train") == ["".join(TEXTS)]
@@ -161,7 +161,7 @@ def test_a_tokenizer_whose_tokens_are_not_the_text(rows: Path, tmp_path: Path, w
 
 def test_a_long_word_is_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is so long that it has to be cut."""
-    monkeypatch.setattr(text_module, "BLOCK", 16)
+    monkeypatch.setattr(text_module, "READ_BYTES", 16)
     (tmp_path / "tokenizer.json").write_text(LOWERCASE.to_str())
     (tmp_path / "a.txt").write_text("the " + "x" * 200 + " dog")
     for name, options in (("a", {}), ("b", {"tokenizer": str(tmp_path / "tokenizer.json"), "workers": 1})):

@@ -163,11 +163,11 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wikitext_rows_are_lines_of_articles(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = ["", " = First = \n", "", " text \n", " = = Part = = \n", " more \n", " = Second = \n", " end \n"]
+    rows = ["", " = First = \n", "", " text \n", " = = TextPart = = \n", " more \n", " = Second = \n", " end \n"]
     fake_datasets(monkeypatch, {"train": rows})
     found = documents("hf:Salesforce/wikitext/wikitext-103-raw-v1")
-    assert found == [" = First = \n text \n = = Part = = \n more \n", " = Second = \n end \n"]
-    assert re.search(WIKITEXT_START, " = = Part = = \n", re.MULTILINE) is None
+    assert found == [" = First = \n text \n = = TextPart = = \n more \n", " = Second = \n end \n"]
+    assert re.search(WIKITEXT_START, " = = TextPart = = \n", re.MULTILINE) is None
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_deep_line(tmp_path: Path) -> None:
 
 def test_one_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where documents start at lines that have to be looked for."""
-    monkeypatch.setattr(text_module, "BLOCK", 64)
+    monkeypatch.setattr(text_module, "READ_BYTES", 64)
     text = "# one\n" + "word " * 500 + "# no start\n# two\nend"
     (tmp_path / "a.txt").write_text(text)
     sources = Sources((str(tmp_path / "a.txt"),), document_start="^# ")

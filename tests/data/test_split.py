@@ -17,7 +17,7 @@ from trainshort.data.config import PrepareConfig
 from trainshort.data.dataset import TokenData
 from trainshort.data.prepare import prepare
 from trainshort.data.split import DOCUMENTS, PASSAGES, Choice, choose_by_size
-from trainshort.data.text import Part
+from trainshort.data.text import TextPart
 
 
 def books(folder: Path, count: int, size: int = 300) -> list[str]:
@@ -31,7 +31,7 @@ def books(folder: Path, count: int, size: int = 300) -> list[str]:
 @pytest.mark.parametrize("block", [2**20, 64])
 def test_whole_books_are_drawn_from_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Also those that come in many parts. Not the last ones: each of them at some seed."""
-    monkeypatch.setattr(text_module, "BLOCK", block)
+    monkeypatch.setattr(text_module, "READ_BYTES", block)
     texts = books(tmp_path / "books", 40)
     found = set()
     for seed in range(12):
@@ -120,7 +120,7 @@ def test_cutting_a_passage_out_loses_nothing(data: Any, text: str) -> None:
     """Whatever the parts that the document comes in."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    parts = [Part(each, index == 0, index == len(pieces) - 1) for index, each in enumerate(pieces)]
+    parts = [TextPart(each, index == 0, index == len(pieces) - 1) for index, each in enumerate(pieces)]
     start = data.draw(st.integers(0, len(text) - 1))
     passage = (start, data.draw(st.integers(start + 1, len(text))))
     found = list(Choice(PASSAGES, passages={0: passage}).assign(parts))
@@ -147,5 +147,7 @@ def test_a_short_text_of_long_lines_keeps_about_what_was_asked(line: int, lines:
     for seed in range(40):
         documents, passages = choose_by_size(np.array([len(text)]), 0.05, seed)
         choice = Choice(PASSAGES, documents, passages)
-        kept = sum(len(part.text) for split, part in choice.assign([Part(text, True, True)]) if split == "validation")
+        kept = sum(
+            len(part.text) for split, part in choice.assign([TextPart(text, True, True)]) if split == "validation"
+        )
         assert 0.7 * int(0.05 * len(text)) <= kept <= 1.3 * 0.05 * len(text), (seed, kept / len(text))

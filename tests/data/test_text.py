@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.data.test_tokenizer import BPE
 from trainshort.data import text as text_module
-from trainshort.data.text import Part, parts_of_documents, parts_of_text, parts_of_texts, small_pieces
+from trainshort.data.text import TextPart, parts_of_documents, parts_of_text, parts_of_texts, small_pieces
 from trainshort.data.tokenizer import train_bpe
 
 SPACES = train_bpe(iter(["a  b\n\n  c \n\td   e\n" * 50, "ab,  ba'  1\n\n\n" * 50]), 280)
@@ -24,11 +24,11 @@ words = st.text(st.sampled_from(" \n\tab,é'1"), max_size=120)
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "BLOCK", 16)
+    monkeypatch.setattr(text_module, "READ_BYTES", 16)
     monkeypatch.setattr(text_module, "SMALL", 8)
 
 
-def joined(parts: Iterable[Part]) -> list[str]:
+def joined(parts: Iterable[TextPart]) -> list[str]:
     """Documents again; checks that first and last say so."""
     documents: list[str] = []
     held: list[str] = []

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trainshort.common.tokenizer_json import package_errors
 from trainshort.data.counts import SPACE
 from trainshort.data.meta import DTYPES, dtype_name
-from trainshort.data.text import Part, small_pieces
+from trainshort.data.text import TextPart, small_pieces
 from trainshort.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 
@@ -31,7 +31,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(DTYPES[dtype_name(vocab_size)])
 
 
-def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) -> Encoded:
+def encode(tokenizer: Tokenizer, parts: Sequence[TextPart], *, spans: bool = False) -> Encoded:
     """spans: also say how many bytes and words each token stands for."""
     if isinstance(tokenizer, ByteTokenizer):
         return _bytes(parts)
@@ -59,7 +59,7 @@ def encode(tokenizer: Tokenizer, parts: Sequence[Part], *, spans: bool = False) 
     return Encoded(tokens, np.array(ends, dtype=np.int64), np.concatenate(tables) if spans else None)
 
 
-def _bytes(parts: Sequence[Part]) -> Encoded:
+def _bytes(parts: Sequence[TextPart]) -> Encoded:
     pieces: list[bytes] = []
     ends, place = [], 0
     for part in parts:
@@ -76,7 +76,7 @@ def _bytes(parts: Sequence[Part]) -> Encoded:
     return Encoded(tokens, behind)
 
 
-def _spans(part: Part, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
+def _spans(part: TextPart, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
     """Each token stands for the text from the end of the one before it to its own end; the last takes the rest."""
     text = np.frombuffer(part.text.encode("utf-32-le"), dtype="<u4")
     sizes = 1 + (text >= 0x80).astype(np.int64) + (text >= 0x800) + (text >= 0x10000)

@@ -24,7 +24,7 @@ from trainshort.data.meta import COUNTS, FILES, FORMAT, VERSION
 from trainshort.data.progress import byte_bar
 from trainshort.data.sources import HF, Sources, hub_name, load_hub
 from trainshort.data.split import LISTED, NAMED, NOTHING, TRAIN, VALIDATION, Choice, choose
-from trainshort.data.text import Part
+from trainshort.data.text import TextPart
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from trainshort.data.workers import encode_all
 from trainshort.data.writer import SplitWriter
@@ -148,7 +148,7 @@ def _tokenizer(config: PrepareConfig, sources: Sources, choice: Choice, progress
 
 def _assigned(
     choice: Choice, sources: Sources, validation: Sources | None, advance: Callable[[int], None]
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, TextPart]]:
     for split, part in choice.assign(sources.parts()):
         yield split, part
         advance(sources.done)
@@ -158,8 +158,8 @@ def _assigned(
             advance(sources.total + validation.done)
 
 
-def _batches(parts: Iterator[tuple[str, Part]]) -> Iterator[tuple[str, list[Part]]]:
-    held: dict[str, list[Part]] = {split: [] for split in SPLITS}
+def _batches(parts: Iterator[tuple[str, TextPart]]) -> Iterator[tuple[str, list[TextPart]]]:
+    held: dict[str, list[TextPart]] = {split: [] for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
     for split, part in parts:
         held[split].append(part)

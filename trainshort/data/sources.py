@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from trainshort.common.messages import did_you_mean, shown
 from trainshort.common.reading import parse_json
-from trainshort.data.text import BLOCK, Part, parts_of_documents, parts_of_text, parts_of_texts
+from trainshort.data.text import READ_BYTES, TextPart, parts_of_documents, parts_of_text, parts_of_texts
 
 STDLIB = "stdlib"
 HF = "hf:"
@@ -96,7 +96,7 @@ class Sources:
         pairs = zip(self.items, self.sizes, strict=True)
         return sum(size * GROWTH.get(item.packing or item.kind, 1) for item, size in pairs)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TextPart]:
         self.done = 0
         for item, size in zip(self.items, self.sizes, strict=True):
             before, self.reading = self.done, item.name
@@ -149,17 +149,17 @@ class Sources:
                 found.append(each)
         return found
 
-    def _read(self, item: Item, before: int, size: int) -> Iterator[Part]:
+    def _read(self, item: Item, before: int, size: int) -> Iterator[TextPart]:
         assert item.path is not None
         if item.kind == ".parquet":
             yield from self._rows_of_parquet(item.path, before, size)
             return
         with item.path.open("rb", buffering=0) as raw:
-            packed: IO[bytes] = io.BufferedReader(raw, BLOCK)
+            packed: IO[bytes] = io.BufferedReader(raw, READ_BYTES)
             stream = OPENERS[item.packing](packed) if item.packing else packed
             tell = raw.tell
 
-            def watched(read: Iterator[Part]) -> Iterator[Part]:
+            def watched(read: Iterator[TextPart]) -> Iterator[TextPart]:
                 for part in read:
                     self.done = before + min(size, tell())
                     yield part
@@ -192,7 +192,7 @@ class Sources:
             del line  # the text of a long one need not be held twice
             yield self._text(row, f"{name}, line {number}")
 
-    def _rows_of_parquet(self, path: Path, before: int, size: int) -> Iterator[Part]:
+    def _rows_of_parquet(self, path: Path, before: int, size: int) -> Iterator[TextPart]:
         try:
             import pyarrow.parquet as parquet
         except ImportError as error:
@@ -218,7 +218,7 @@ class Sources:
                 rows += len(texts)
                 self.done = before + size * rows // max(1, file.metadata.num_rows)
 
-    def _rows_of_hub(self, name: str) -> Iterator[Part]:
+    def _rows_of_hub(self, name: str) -> Iterator[TextPart]:
         where, split = hub_name(name)
         rows = load_hub(name)
         if split not in rows:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainshort.data.sources import Sources
-from trainshort.data.text import Part
+from trainshort.data.text import TextPart
 
 TRAIN, VALIDATION = "train", "validation"
 NAMED, DOCUMENTS, PASSAGES, NOTHING = "named sources", "whole documents", "passages", "none"
@@ -35,7 +35,7 @@ class Choice:
     passages: dict[int, tuple[int, int]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()  # that the chosen documents come from
 
-    def assign(self, parts: Iterable[Part]) -> Iterator[tuple[str, Part]]:
+    def assign(self, parts: Iterable[TextPart]) -> Iterator[tuple[str, TextPart]]:
         """Each part with the split that it belongs to; documents with a passage are cut into three."""
         number, cutter = -1, None
         for part in parts:
@@ -114,7 +114,7 @@ class _Cutter:
         self.place = 0  # of the part, in the document
         self.split, self.begun = TRAIN, False
 
-    def cut(self, part: Part) -> Iterator[tuple[str, Part]]:
+    def cut(self, part: TextPart) -> Iterator[tuple[str, TextPart]]:
         at = 0
         while self.edges and self.edges[0] < self.place + len(part.text):
             edge = self.edges[0] - self.place
@@ -128,9 +128,9 @@ class _Cutter:
         yield from self._piece(part.text[at:], ends=part.last)
         self.place += len(part.text)
 
-    def _piece(self, text: str, *, ends: bool) -> Iterator[tuple[str, Part]]:
+    def _piece(self, text: str, *, ends: bool) -> Iterator[tuple[str, TextPart]]:
         if text or (ends and self.begun):
-            yield self.split, Part(text, not self.begun, ends)
+            yield self.split, TextPart(text, not self.begun, ends)
             self.begun = not ends
 
 

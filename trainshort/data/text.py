@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import IO, NamedTuple
 
-BLOCK = 2**20  # bytes read at once, and about the longest part
+READ_BYTES = 2**20  # bytes read at once, and about the longest part
 SMALL = 2**14  # characters
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A piece of a document: the first and the last one say so."""
 
     text: str
@@ -20,37 +20,37 @@ class Part(NamedTuple):
     last: bool
 
 
-def parts_of_documents(texts: Iterable[str]) -> Iterator[Part]:
+def parts_of_documents(texts: Iterable[str]) -> Iterator[TextPart]:
     """Each text is a document. Empty ones are left out."""
     for text in texts:
         if text:
             yield from _pieces(text)
 
 
-def parts_of_text(stream: IO[bytes], name: str, errors: str, start: re.Pattern[str] | None) -> Iterator[Part]:
+def parts_of_text(stream: IO[bytes], name: str, errors: str, start: re.Pattern[str] | None) -> Iterator[TextPart]:
     """A text file is one document, or several where `start` matches their first lines."""
     blocks = _decoded(stream, name, errors)
     yield from _one_document(blocks) if start is None else parts_of_texts(blocks, start)
 
 
-def parts_of_texts(texts: Iterable[str], start: re.Pattern[str]) -> Iterator[Part]:
+def parts_of_texts(texts: Iterable[str], start: re.Pattern[str]) -> Iterator[TextPart]:
     """Texts are joined, and a document starts at each line that `start` matches."""
     held, first, looked = "", True, False  # looked: the first line of what is held is known to start a document
     for text in texts:
         held += text
-        if len(held) < BLOCK:
+        if len(held) < READ_BYTES:
             continue
         documents, held = _split_lines(held, held.rfind("\n") + 1, start, looked or first)
         for document in documents:
             yield from _pieces(document, first)
             first = True
         looked = True
-        if len(held) >= BLOCK and (line := held.rfind("\n") + 1):  # a long document: give out what is known of it
+        if len(held) >= READ_BYTES and (line := held.rfind("\n") + 1):  # a long document: give out what is known
             yield from _pieces(held[:line], first, ends=False)
             held, first, looked = held[line:], False, False
-        elif len(held) >= 2 * BLOCK:  # a long line too: what is left of it starts nothing
-            cut = _cut(held, BLOCK)
-            yield Part(held[:cut], first, False)
+        elif len(held) >= 2 * READ_BYTES:  # a long line too: what is left of it starts nothing
+            cut = _cut(held, READ_BYTES)
+            yield TextPart(held[:cut], first, False)
             held, first = held[cut:], False
     documents, held = _split_lines(held, len(held), start, looked or first)
     for document in [*documents, held]:
@@ -66,25 +66,25 @@ def _split_lines(text: str, known: int, start: re.Pattern[str], begun: bool) -> 
     return [text[a:b] for a, b in pairwise(borders)], text[borders[-1] :]
 
 
-def _one_document(blocks: Iterator[str]) -> Iterator[Part]:
+def _one_document(blocks: Iterator[str]) -> Iterator[TextPart]:
     held, first = "", True
     for block in blocks:
         held += block
-        if len(held) >= 2 * BLOCK:
-            cut = _cut(held, BLOCK)
-            yield Part(held[:cut], first, False)
+        if len(held) >= 2 * READ_BYTES:
+            cut = _cut(held, READ_BYTES)
+            yield TextPart(held[:cut], first, False)
             held, first = held[cut:], False
     if held or not first:
-        yield Part(held, first, True)
+        yield TextPart(held, first, True)
 
 
-def _pieces(text: str, first: bool = True, ends: bool = True) -> Iterator[Part]:
+def _pieces(text: str, first: bool = True, ends: bool = True) -> Iterator[TextPart]:
     place = 0
-    while len(text) - place >= 2 * BLOCK:
-        cut = place + _cut(text[place : place + 2 * BLOCK], BLOCK)
-        yield Part(text[place:cut], first, False)
+    while len(text) - place >= 2 * READ_BYTES:
+        cut = place + _cut(text[place : place + 2 * READ_BYTES], READ_BYTES)
+        yield TextPart(text[place:cut], first, False)
         place, first = cut, False
-    yield Part(text[place:], first, ends)
+    yield TextPart(text[place:], first, ends)
 
 
 def small_pieces(text: str) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _decoded(stream: IO[bytes], name: str, errors: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     read = 0
     while True:
-        block = stream.read(BLOCK)
+        block = stream.read(READ_BYTES)
         pending = len(decoder.getstate()[0])
         try:
             text = decoder.decode(block, final=not block)

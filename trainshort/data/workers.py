@@ -23,7 +23,7 @@ import numpy as np
 
 from trainshort.common.machine import cores
 from trainshort.data.encode import Encoded, encode
-from trainshort.data.text import Part
+from trainshort.data.text import TextPart
 from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from_text
 
 _Label = TypeVar("_Label")
@@ -31,7 +31,7 @@ _START = "from trainshort.data.workers import serve; serve()"
 
 
 def encode_all(
-    batches: Iterator[tuple[_Label, list[Part]]], tokenizer: Tokenizer, *, spans: bool, workers: int | None
+    batches: Iterator[tuple[_Label, list[TextPart]]], tokenizer: Tokenizer, *, spans: bool, workers: int | None
 ) -> Iterator[tuple[_Label, Encoded]]:
     """Encode labelled batches, in their order. Bytes need no other processes: numpy is faster than any pipe."""
     count = workers or cores()
@@ -66,10 +66,10 @@ class _Pool:
             self.idle.put(worker)
         self.threads = ThreadPoolExecutor(count)
 
-    def submit(self, parts: list[Part]) -> Future[Encoded]:
+    def submit(self, parts: list[TextPart]) -> Future[Encoded]:
         return self.threads.submit(self._ask, parts)
 
-    def _ask(self, parts: list[Part]) -> Encoded:
+    def _ask(self, parts: list[TextPart]) -> Encoded:
         worker = self.idle.get()
         try:
             return worker.ask(parts)
@@ -110,7 +110,7 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # if it has died, the first question says so
             _send(self.into, json.dumps(settings).encode())
 
-    def ask(self, parts: Sequence[Part]) -> Encoded:
+    def ask(self, parts: Sequence[TextPart]) -> Encoded:
         try:
             _send(self.into, json.dumps([list(part) for part in parts]).encode())
             header = json.loads(_receive(self.out))
@@ -138,7 +138,7 @@ def serve() -> None:
         tokenizer = tokenizer_from_text(settings["tokenizer"])
         tokenizer.end_id = settings["end_id"]
         while True:
-            parts = [Part(*each) for each in json.loads(_receive(into))]
+            parts = [TextPart(*each) for each in json.loads(_receive(into))]
             try:
                 encoded = encode(tokenizer, parts, spans=settings["spans"])
             except Exception as error:

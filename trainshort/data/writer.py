@@ -14,7 +14,7 @@ from trainshort.data.counts import Counts
 from trainshort.data.encode import Encoded
 
 KINDS = ("tokens", "documents", "spans")
-BLOCK = 2**22
+WRITE_BYTES = 2**22
 
 
 class SplitWriter:
@@ -56,7 +56,7 @@ class SplitWriter:
         other.close()
         for kind, path in other.paths.items():
             with path.open("rb") as file:
-                while block := file.read(BLOCK):
+                while block := file.read(WRITE_BYTES):
                     array = np.frombuffer(block, dtype="<i8" if kind == "documents" else np.uint8)
                     self._write(kind, array + self.tokens if kind == "documents" else array)
             path.unlink()

@@ -38,40 +38,34 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs kernels on the CPU, for tests
 
 
-class Call(NamedTuple):
-    """A problem, and what torch is doing with it besides computing it."""
+def _tensors(problem: Problem) -> list[Tensor]:
+    """The tensors that autograd could ask a gradient for."""
+    return [problem.q, problem.k, problem.v, *learned_tensors(problem.bias)]
 
-    problem: Problem
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that autograd could ask a gradient for."""
-        return [self.problem.q, self.problem.k, self.problem.v, *learned_tensors(self.problem.bias)]
+def _is_eager(problem: Problem) -> bool:
+    return is_eager(*_tensors(problem))
 
-    @property
-    def eager(self) -> bool:
-        return is_eager(*self.tensors)
 
-    @property
-    def recording(self) -> bool:
-        return is_recording(*self.tensors)
+def _is_recording(problem: Problem) -> bool:
+    return is_recording(*_tensors(problem))
 
 
 class Path(NamedTuple):
     name: str
     backend: str
-    why_not: Callable[[Call], str | None]  # in words; None where it takes the problem
-    run: Callable[[Call], Tensor]
+    why_not: Callable[[Problem], str | None]  # in words; None where it takes the problem
+    run: Callable[[Problem], Tensor]
     skips: Callable[[Problem], bool]  # whether it may skip keys of a problem that it takes
 
 
-def _nothing_against(call: Call) -> str | None:
+def _nothing_against(problem: Problem) -> str | None:
     return None
 
 
-def _run_reference(call: Call) -> Tensor:
-    check_values(call.problem)
-    return reference.attend(call.problem)
+def _run_reference(problem: Problem) -> Tensor:
+    check_values(problem)
+    return reference.attend(problem)
 
 
 def why_not_triton(q: Tensor) -> str | None:
@@ -86,51 +80,51 @@ def why_not_triton(q: Tensor) -> str | None:
     return None
 
 
-def _why_not_triton_decoding(call: Call) -> str | None:
-    reason = why_not_triton(call.problem.q)
+def _why_not_triton_decoding(problem: Problem) -> str | None:
+    reason = why_not_triton(problem.q)
     if reason is not None:
         return reason
-    if not call.problem.is_decoding:
+    if not problem.is_decoding:
         return "it takes a few causal queries a row"
-    return "it is forward only, and a gradient may be asked for" if call.recording else None
+    return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None
 
 
-def _run_triton_decoding(call: Call) -> Tensor:
-    refuse_transforms(call.tensors)
-    if not call.eager:
-        return operators.triton_decode_op(*operators.pack(call.problem))
-    return triton.decode(call.problem)
+def _run_triton_decoding(problem: Problem) -> Tensor:
+    refuse_transforms(_tensors(problem))
+    if not _is_eager(problem):
+        return operators.triton_decode_op(*operators.pack(problem))
+    return triton.decode(problem)
 
 
-def _run_triton(call: Call) -> Tensor:
-    refuse_transforms(call.tensors)
-    if not call.eager:
-        return operators.triton_op(*operators.pack(call.problem))[0]
-    return triton.attend(call.problem)
+def _run_triton(problem: Problem) -> Tensor:
+    refuse_transforms(_tensors(problem))
+    if not _is_eager(problem):
+        return operators.triton_op(*operators.pack(problem))[0]
+    return triton.attend(problem)
 
 
-def _why_not_blocked_decoding(call: Call) -> str | None:
-    if call.problem.q.shape[2] != 1:  # before anything that takes longer
+def _why_not_blocked_decoding(problem: Problem) -> str | None:
+    if problem.q.shape[2] != 1:  # before anything that takes longer
         return "it takes one causal query a row"
-    if call.recording:
+    if _is_recording(problem):
         return "it is forward only, and a gradient may be asked for"
-    if not call.eager:
+    if not _is_eager(problem):
         return "a compiler or a transform of torch is at work"
-    return blocked_decoding.why_not(call.problem)
+    return blocked_decoding.why_not(problem)
 
 
-def _run_blocked_decoding(call: Call) -> Tensor:
+def _run_blocked_decoding(problem: Problem) -> Tensor:
     """Without the operator's bookkeeping, where a step takes microseconds."""
-    refuse_transforms(call.tensors)
-    if call.problem.key_padding_mask is not None:
-        check_values(call.problem)
-    out = blocked_decoding.attend(call.problem)
-    return _run_blocked(call) if out is None else out
+    refuse_transforms(_tensors(problem))
+    if problem.key_padding_mask is not None:
+        check_values(problem)
+    out = blocked_decoding.attend(problem)
+    return _run_blocked(problem) if out is None else out
 
 
-def _run_blocked(call: Call) -> Tensor:
-    refuse_transforms(call.tensors)
-    return operators.blocked_op(*operators.pack(call.problem))[0]
+def _run_blocked(problem: Problem) -> Tensor:
+    refuse_transforms(_tensors(problem))
+    return operators.blocked_op(*operators.pack(problem))[0]
 
 
 PATHS = (
@@ -138,8 +132,8 @@ PATHS = (
     Path(
         "sdpa",
         "",
-        lambda call: sdpa.why_not(call.problem),
-        lambda call: sdpa.attend(call.problem),
+        lambda problem: sdpa.why_not(problem),
+        lambda problem: sdpa.attend(problem),
         lambda problem: False,
     ),
     Path(
@@ -152,7 +146,7 @@ PATHS = (
     Path(
         "triton",
         "triton",
-        lambda call: why_not_triton(call.problem.q),
+        lambda problem: why_not_triton(problem.q),
         _run_triton,
         lambda problem: problem.may_skip,
     ),
@@ -182,11 +176,11 @@ def _candidates(problem: Problem, backend: str) -> tuple[Path, ...]:
     return _AUTO_ON_GPU if problem.q.is_cuda else _AUTO_ELSEWHERE
 
 
-def choose(call: Call, backend: str) -> Path:
+def choose(problem: Problem, backend: str) -> Path:
     """The first path that takes the problem, or an error that says why none of a named backend does."""
     reason = None
-    for path in _candidates(call.problem, backend):
-        reason = path.why_not(call)
+    for path in _candidates(problem, backend):
+        reason = path.why_not(problem)
         if reason is None:
             return path
     reason = (reason or "").removeprefix("it ")
@@ -195,8 +189,7 @@ def choose(call: Call, backend: str) -> Path:
 
 def attend(problem: Problem, backend: str) -> Tensor:
     """Compute a problem with a backend."""
-    call = Call(problem)
-    return choose(call, backend).run(call)
+    return choose(problem, backend).run(problem)
 
 
 def backend_for(q: Tensor) -> str:
@@ -221,7 +214,7 @@ def backend_for(q: Tensor) -> str:
 def certified_blocks(problem: Problem, block: int) -> Tensor:
     """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
     with torch.no_grad():
-        if backend_for(problem.q) == "triton" and Call(problem).eager:
+        if backend_for(problem.q) == "triton" and _is_eager(problem):
             found = triton.certified_blocks(problem, block)
             if found is not None:
                 return found
@@ -248,13 +241,12 @@ class Explanation:
 
 def explain(problem: Problem, backend: str) -> Explanation:
     """Which path computes a problem, why not the others, and what share of keys it visits."""
-    call = Call(problem)
-    chosen = choose(call, backend)
+    chosen = choose(problem, backend)
     why_not = {}
     for path in PATHS:
         if path is chosen:
             continue
-        reason = path.why_not(call)
+        reason = path.why_not(problem)
         if reason is None:
             allowed = path in _candidates(problem, backend)
             reason = f"{chosen.name} comes first" if allowed else f"backend={backend!r} does not choose it"

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainshort.report.charts import Chart, plotly_text
 from trainshort.report.methods import Method
-from trainshort.report.reading import Problem, Run
+from trainshort.report.reading import Run, UnreadableFile
 from trainshort.report.tables import Cell, Perplexities, Table
 from trainshort.report.text import escaped, json_for_page, significant
 
@@ -42,7 +42,7 @@ class Content:
     subtitle: str
     methods: Sequence[Method]
     runs: Sequence[Run]
-    problems: Sequence[Problem]
+    problems: Sequence[UnreadableFile]
     warnings: Sequence[str]
     charts: Sequence[Chart]
     tables: Sequence[Listed]

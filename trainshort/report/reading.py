@@ -26,7 +26,7 @@ LARGEST = 256 * 2**20  # bytes of a file that is read at all: nothing that a run
 
 
 @dataclass(frozen=True)
-class Problem:
+class UnreadableFile:
     """A file that is missing, damaged or not understood, and what that means for the page."""
 
     path: str
@@ -74,10 +74,10 @@ class Run:
 @dataclass
 class Found:
     runs: list[Run] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[UnreadableFile] = field(default_factory=list)
 
     def problem(self, path: Path, what: str) -> None:
-        found = Problem(clean(str(path)), clean(what))
+        found = UnreadableFile(clean(str(path)), clean(what))
         if found not in self.problems:
             self.problems.append(found)
 

@@ -38,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """A checkpoint as it was read: the contents of state.json, and tensors by name of both files."""
 
     state: dict[str, Any]
@@ -177,7 +177,7 @@ class RunFolder:
             return False
         return (source.exists() and target.samefile(source)) or sha256(target) == entry["sha256"]
 
-    def load(self) -> Saved:
+    def load(self) -> Checkpoint:
         """The last checkpoint, every byte of it checked."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -197,7 +197,7 @@ class RunFolder:
             optimizer = load_file(paths[OPTIMIZER])
         except SafetensorError as error:
             raise ValueError(f"{paths[OPTIMIZER]}: not a safetensors file ({error})") from error
-        return Saved(state, paths[MODEL], optimizer)
+        return Checkpoint(state, paths[MODEL], optimizer)
 
     def _remove_files_but_of_the_checkpoint(self) -> None:
         wanted = {entry["name"] for entry in self.state()["files"].values()} if self.has_checkpoint else set()

@@ -32,7 +32,7 @@ from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
 from trainshort.training.optimizer import Optimizer, learning_rate
 from trainshort.training.progress import TrainProgress
-from trainshort.training.run import Interrupted, RunFolder, Saved
+from trainshort.training.run import Checkpoint, Interrupted, RunFolder
 from trainshort.training.stopping import StopSignals
 
 VERIFIED_AT_START = 2**32  # bytes: larger data is only read in full where it seems to have changed
@@ -216,7 +216,7 @@ class _Trainer:
         save(self.model, self.run.folder)
         self._save()  # so that there is something to go on from at every moment, and a full disk shows at once
 
-    def _go_on(self, saved: Saved) -> None:
+    def _go_on(self, saved: Checkpoint) -> None:
         self.step, self.seconds = saved.step, float(saved.state["seconds"])
         if (before := saved.state["environment"]) != (now := self._environment()):
             changes = (
@@ -265,7 +265,7 @@ class _Trainer:
         """What the last digits depend on."""
         return {"torch": torch.__version__, "device": str(self.device), "threads": torch.get_num_threads()}
 
-    def _check_data(self, saved: Saved | None) -> dict[str, list[int]]:
+    def _check_data(self, saved: Checkpoint | None) -> dict[str, list[int]]:
         """Refuse other data than the run was started with. Sizes and times of its files, if nothing is wrong."""
         now = {}
         for name in self.data.meta["hashes"]:
