@@ -31,6 +31,7 @@ from trainshort.ops import INTERPRETED
 
 at = pytest.mark.places
 formats = pytest.mark.formats
+slow_in_interpreter = pytest.mark.slow_in_interpreter
 WITH_WINDOWS = ("blocked", "interpreted", "triton_gpu", "blocked_gpu")
 NOT_INTERPRETED = ("reference", "blocked", "triton_gpu", "blocked_gpu")
 ON_CPU = ("reference", "blocked", "interpreted")
@@ -158,7 +159,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     definition = metafunc.definition
     names = definition.get_closest_marker("places")
     wanted = definition.get_closest_marker("formats")
-    marks = {"cuda": [pytest.mark.gpu]}
+    slow = definition.get_closest_marker("slow_in_interpreter") is not None
+    marks = {"triton_gpu": [pytest.mark.gpu], "blocked_gpu": [pytest.mark.gpu]}
+    marks["interpreted"] = [pytest.mark.slow] if slow else []
 
     def choices(place: Place) -> Iterator[tuple[Any, ...]]:
         if "mode" in metafunc.fixturenames:
@@ -173,7 +176,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         (first, "place") if first else ("place",),
         [
-            pytest.param(*values, marks=marks.get(place.device, []))
+            pytest.param(*values, marks=marks.get(place.name, []))
             for place in places_of(names.args if names else ())
             for values in choices(place)
         ],

@@ -17,7 +17,7 @@ import trainshort as ts
 from tests.ops import hostile
 from tests.ops.cases import left_padding, right_padding
 from tests.ops.contract.features import FEATURES, feature_case
-from tests.ops.contract.places import MODES, Place, formats
+from tests.ops.contract.places import MODES, Place, formats, slow_in_interpreter
 from tests.ops.dense import Case
 from tests.ops.layouts import LAYOUTS, every_second, sliced, transposed
 
@@ -145,6 +145,7 @@ def test_unlike_strides_of_the_inputs(place: Place) -> None:
     place.check(replace(case, q=transposed(case.q), k=sliced(case.k), v=every_second(case.v)))
 
 
+@slow_in_interpreter
 def test_layouts_in_turn(place: Place) -> None:
     """The same shapes with other strides and alignments: what is remembered of a call must not be mixed up."""
     case = place.case(batch=2, queries=70 if place.interpreted else 500, dtype=place.low)
@@ -155,6 +156,7 @@ def test_layouts_in_turn(place: Place) -> None:
         place.check(replace(case, **layout))
 
 
+@slow_in_interpreter
 def test_future_slopes_by_row_after_plain_ones(place: Place) -> None:
     """What is remembered of a first call must not be used for another kind of slopes."""
     plain = place.case(batch=2, queries=150, causal=False, future=place.steep)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops.budget import Judge
 from tests.ops.cases import left_padding, random_case, right_padding
 from tests.ops.certificates import FLOAT64_NOISE
-from tests.ops.contract.places import ON_CPU, Place, at, formats
+from tests.ops.contract.places import ON_CPU, Place, at, formats, slow_in_interpreter
 from tests.ops.dense import LEAVES, Case, dense
 
 FAR = {"thousands_and_millions": (10**3, 10**7), "any": (10**6, 10**8, 10**9, 2**40)}
@@ -98,6 +98,7 @@ BLIND: dict[str, dict] = {
 }
 
 
+@slow_in_interpreter
 @formats(torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("name", BLIND)
 def test_what_stands_in_queries_that_see_nothing(name: str, dtype: torch.dtype, place: Place) -> None:

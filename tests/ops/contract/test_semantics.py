@@ -15,7 +15,7 @@ from tests.ops import hostile
 from tests.ops.budget import error_budget, excess, size
 from tests.ops.cases import left_padding, right_padding
 from tests.ops.contract.features import feature_case
-from tests.ops.contract.places import NOT_INTERPRETED, Place, at, formats
+from tests.ops.contract.places import NOT_INTERPRETED, Place, at, formats, slow_in_interpreter
 from tests.ops.dense import Case, Results, exact
 
 
@@ -29,6 +29,7 @@ def assert_agree(one: Results, two: Results, case: Case) -> None:
 # Calls that must agree
 
 
+@slow_in_interpreter
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 def test_distance_alone_counts(causal: bool, place: Place) -> None:
     """Keys moved by some places and queries with them: nothing changes."""
@@ -47,6 +48,7 @@ def test_distance_alone_counts(causal: bool, place: Place) -> None:
         assert_agree(results, here.run(place.backend), here)
 
 
+@slow_in_interpreter
 @pytest.mark.parametrize("tolerance", [None, 1e-3])
 def test_later_tokens_do_not_change_earlier_outputs(tolerance: float | None, place: Place) -> None:
     case = place.case(queries=330 if place.interpreted else 700, slopes=place.steep, tolerance=tolerance)
@@ -91,6 +93,7 @@ def test_padded_rows_are_trimmed_ones(causal: bool, side: Callable[..., Tensor],
     assert_agree({"out": padded}, {"out": trimmed.attend(place.backend)}, trimmed)
 
 
+@slow_in_interpreter
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize(
     "slopes", [ts.alibi_slopes(6), torch.tensor([0.9, 0.5, 0.3, 0.2, 0.9, 0.05])], ids=["paper", "steep"]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import trainshort as ts
 from tests.ops.cases import left_padding
 from tests.ops.contract.operators import operator_arguments
-from tests.ops.contract.places import WITH_WINDOWS, Place, at
+from tests.ops.contract.places import WITH_WINDOWS, Place, at, slow_in_interpreter
 from tests.ops.dense import Case, differentiate
 from tests.ops.layouts import columns_first, transposed
 
@@ -268,6 +268,7 @@ def test_saved_tensor_hooks(name: str, place: Place) -> None:
         torch.testing.assert_close(tensor, expected[key])
 
 
+@slow_in_interpreter
 @at(*WITH_WINDOWS)
 @pytest.mark.parametrize("layout", ["columns", "room behind", "shifted"])
 def test_hooks_that_change_the_layout(layout: str, place: Place) -> None:
