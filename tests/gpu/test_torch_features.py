@@ -113,6 +113,16 @@ def test_auto_takes_the_kernels() -> None:
     assert torch.equal(case.attend("auto"), case.attend("triton"))
 
 
+def test_auto_takes_what_the_kernels_do_not() -> None:
+    """Twice, because a call like one before takes another way where kernels computed it."""
+    case = make("causal")
+    wide = torch.randn(1, 2, 100, 300, device="cuda", dtype=torch.bfloat16)
+    for q, k, v in ((case.q.double(), case.k.double(), case.v.double()), (wide, wide, wide)):
+        expected = ts.alibi_attention(q, k, v, backend="blocked")
+        for _ in range(2):
+            assert torch.equal(ts.alibi_attention(q, k, v), expected)
+
+
 def test_auto_without_a_bias() -> None:
     for features in ({}, {"causal": False}, {"kv_heads": 2}, {"queries": 1, "keys": 500}):
         case = make("causal", **{"bias": "none"} | features)

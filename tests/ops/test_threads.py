@@ -103,6 +103,13 @@ def test_a_share_that_is_not_finite_stays_alone(several: int) -> None:
     assert out.isnan().sum() == case.q.shape[3]
 
 
+def test_a_default_device_changes_nothing(several: int) -> None:
+    case = random_case(heads=4, queries=700, slopes=STEEP, batch=1)
+    expected = case.attend("blocked")
+    with torch.device("meta"):
+        assert torch.equal(case.attend("blocked"), expected)
+
+
 def test_inference_mode_and_other_threads(several: int) -> None:
     case = random_case(heads=4, queries=300)
     expected = case.attend("blocked")

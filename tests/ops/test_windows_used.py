@@ -193,9 +193,9 @@ def test_memory_is_linear(feature: str, tolerance: float | None, length: int) ->
     # In one thread: the mode sees its own thread only.
     with torch.no_grad(), one_thread(), nothing_quadratic(length) as mode:
         windows = blocked.windows_of(problem)
-        out, lse = blocked.forward(problem, windows)
+        out, lse = blocked.forward_in(problem, windows)
         for want_bias in (False, True):
-            blocked.backward(problem, windows, out, lse, upstream, want_bias)
+            blocked.backward_in(problem, windows, out, lse, upstream, want_bias)
     assert len(mode.names) > 10, "the mode must see the operators inside"
     assert mode.largest > 0
 

@@ -9,8 +9,9 @@ The functions here check their arguments and describe the call as a `Problem`; d
     operators.py   the backends as registered operators, for autograd and compilers
     reference.py   the specification: dense, reads like the formula
     sdpa.py        torch's own kernels, where there is no bias
+    tracing.py     whether torch compiles, transforms or records a call
     windows.py     certified windows, from the bounds of norms.py and near.py
-    blocked/       pure torch, linear memory, any device
+    blocked/       pure torch, linear memory, any device; splits.py and threads.py: several threads for one call
     triton/        fused kernels for GPUs
 """
 
@@ -28,7 +29,7 @@ from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.tracing import is_eager
-from trainshort.ops.triton import run as triton
+from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.values import check_values
 
 __all__ = [
@@ -143,10 +144,10 @@ def attention(  # noqa: PLR0913  a public signature
     key = None
     plain = key_padding_mask is None and cu_seqlens is None and key_norms is None
     if plain and isinstance(bias, LinearBias) and _runs_on_triton(q, backend):
-        key = triton.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
-        call = None if key is None else triton.cached_call(key)
-        if call is not None:
-            return triton.attend_cached(call, q, k, v, bias.slopes)
+        key = triton_backend.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
+        cached = None if key is None else triton_backend.cached_call(key)
+        if cached is not None:
+            return triton_backend.attend_cached(cached, q, k, v, bias.slopes)
     problem = make_problem(
         q,
         k,
@@ -161,8 +162,8 @@ def attention(  # noqa: PLR0913  a public signature
         key_norms=key_norms,
     )
     out = dispatch.attend(problem, backend)
-    if key is not None and not problem.is_decoding:
-        triton.remember(key, problem)
+    if key is not None and not problem.is_decoding and dispatch.why_not_triton(problem.q) is None:
+        triton_backend.remember(key, problem)
     return out
 
 
@@ -238,7 +239,8 @@ def certified_windows(  # noqa: PLR0913  a public signature
         >>> windows = ts.certified_windows(q, k)
         >>> (windows[..., 1] - windows[..., 0]).sum()  # key blocks visited
     """
-    check_tensors(q, k, None)
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        check_tensors(q, k, None)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a positive int, got {block!r}")
     if bias is None:

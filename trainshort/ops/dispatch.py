@@ -8,7 +8,8 @@
     blocked decoding   blocked      one causal query a row with key_norms, on a CPU, forward only
     blocked            blocked      everything, on any device
 
-The first path of a backend that takes a problem computes it; "auto" tries all but the reference, in this order.
+The first path of a backend that takes a problem computes it; "auto" tries all but the reference, in this order, and
+Triton only for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch import Tensor
 from trainshort.ops import operators, reference, sdpa
 from trainshort.ops.bias import learned_tensors
 from trainshort.ops.blocked import decode as blocked_decoding
-from trainshort.ops.blocked import run as blocked
+from trainshort.ops.blocked import run as blocked_backend
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
-from trainshort.ops.triton import run as triton
-from trainshort.ops.triton.shapes import LARGEST_DIM
+from trainshort.ops.triton import run as triton_backend
+from trainshort.ops.triton.shapes import LARGEST_DIM, SHORTEST
 from trainshort.ops.values import check_values
 from trainshort.ops.windows import visible_blocks
 
@@ -93,14 +94,14 @@ def _run_triton_decoding(problem: Problem) -> Tensor:
     refuse_transforms(_tensors(problem))
     if not _is_eager(problem):
         return operators.triton_decode_op(*operators.pack(problem))
-    return triton.decode(problem)
+    return triton_backend.decode(problem)
 
 
 def _run_triton(problem: Problem) -> Tensor:
     refuse_transforms(_tensors(problem))
     if not _is_eager(problem):
         return operators.triton_op(*operators.pack(problem))[0]
-    return triton.attend(problem)
+    return triton_backend.attend(problem)
 
 
 def _why_not_blocked_decoding(problem: Problem) -> str | None:
@@ -116,7 +117,7 @@ def _why_not_blocked_decoding(problem: Problem) -> str | None:
 def _run_blocked_decoding(problem: Problem) -> Tensor:
     """Without the operator's bookkeeping, where a step takes microseconds."""
     refuse_transforms(_tensors(problem))
-    if problem.key_padding_mask is not None:
+    if problem.key_padding_mask is not None:  # slopes and norms are looked at below, and refused by _run_blocked
         check_values(problem)
     out = blocked_decoding.attend(problem)
     return _run_blocked(problem) if out is None else out
@@ -183,7 +184,7 @@ def choose(problem: Problem, backend: str) -> Path:
         reason = path.why_not(problem)
         if reason is None:
             return path
-    reason = (reason or "").removeprefix("it ")
+    reason = str(reason).removeprefix("it ")
     raise RuntimeError(f"backend {backend!r} {reason}: use backend='auto' or 'blocked', which run on any device")
 
 
@@ -215,10 +216,10 @@ def certified_blocks(problem: Problem, block: int) -> Tensor:
     """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
     with torch.no_grad():
         if backend_for(problem.q) == "triton" and _is_eager(problem):
-            found = triton.certified_blocks(problem, block)
+            found = triton_backend.certified_blocks(problem, block)
             if found is not None:
                 return found
-        return blocked.certified_blocks(problem, block)
+        return blocked_backend.certified_blocks(problem, block)
 
 
 @dataclass(frozen=True)
@@ -251,12 +252,19 @@ def explain(problem: Problem, backend: str) -> Explanation:
             allowed = path in _candidates(problem, backend)
             reason = f"{chosen.name} comes first" if allowed else f"backend={backend!r} does not choose it"
         why_not[path.name] = reason
-    share = _visited(problem) if chosen.skips(problem) else 1.0
+    share = _visited(problem, chosen) if chosen.skips(problem) else 1.0
     return Explanation(chosen.backend or chosen.name, chosen.name, why_not, share)
 
 
-def _visited(problem: Problem) -> float:
-    windows = certified_blocks(problem, BLOCK)
+def _visited(problem: Problem, path: Path) -> float:
+    """The share of key blocks in sight that a path visits; for packed documents on a GPU, of the blocked backend."""
+    windows = None
+    if path.name == "triton" and _is_eager(problem):
+        if problem.k.shape[2] < SHORTEST:
+            return 1.0
+        windows = triton_backend.certified_blocks(problem, BLOCK)
+    if windows is None:
+        windows = blocked_backend.certified_blocks(problem, BLOCK)
     low, high = visible_blocks(problem, BLOCK)
     in_sight = (high - low).clamp_min(0).sum().item()
     return (windows[..., 1] - windows[..., 0]).sum().item() / in_sight if in_sight else 1.0

@@ -33,7 +33,7 @@ def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor,
             near = torch.maximum(near, _nearest_score(problem, center))
     else:
         near = _nearest_score(problem, center)
-    # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key, which ‖k - c‖ + ‖c‖ bounds.
+    # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key; ‖k - c‖ + 2‖c‖ is no less.
     group = problem.q.shape[1] // problem.k.shape[1]
     longest = longest.clamp_min(0.0).double()
     if center is not None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.bias import BIASES, FIELD_TYPES, SIGHTS, Bias
-from trainshort.ops.blocked import run as blocked
+from trainshort.ops.blocked import run as blocked_backend
 from trainshort.ops.problem import Problem, gradient_like
 from trainshort.ops.tracing import no_double_backward, no_vmap
-from trainshort.ops.triton import run as triton
+from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.triton.shapes import gradient_of
 from trainshort.ops.values import check_values
 
@@ -61,7 +61,7 @@ assert len(set(NAMES)) == len(NAMES), "fields of problems and biases need names 
 TENSORS = [index for index, argument in enumerate(ARGUMENTS) if argument.type.startswith("Tensor")]
 LEARNED = [name for bias in BIASES for name in bias.learned]
 GRADIENTS = ["q", "k", "v", *LEARNED]  # what the backward operators return, in this order
-RESULTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
+BACKWARD_INPUTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
 
 
 _PROBLEM_FIELDS = [field.name for field in fields(Problem)]
@@ -138,7 +138,7 @@ def _attention_operator(
 
         return *(layout(values[name]) for name in ("q", "k", "v")), *(like(name) for name in LEARNED)
 
-    taken = "".join(f"Tensor {name}, " for name in RESULTS) + "bool want_bias, "
+    taken = "".join(f"Tensor {name}, " for name in BACKWARD_INPUTS) + "bool want_bias, "
     operator = _operator(name, compute, lambda *arguments: fake(unpack(arguments)), _schema(3))
     gradients = _operator(f"{name}_backward", compute_gradients, fake_gradients, _schema(len(GRADIENTS), taken))
     operator.register_autograd(
@@ -168,15 +168,15 @@ def _gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _decode(*arguments: Any) -> Tensor:
-    return triton.decode(unpack(arguments))
+    return triton_backend.decode(unpack(arguments))
 
 
 blocked_op, blocked_backward_op = _attention_operator(
-    "blocked", blocked.attend, blocked.fake, blocked.gradients, gradient_like
+    "blocked", blocked_backend.forward, blocked_backend.fake, blocked_backend.backward, gradient_like
 )
 triton_op, triton_backward_op = _attention_operator(
-    "triton", triton.forward, triton.fake, triton.backward, gradient_of
+    "triton", triton_backend.forward, triton_backend.fake, triton_backend.backward, gradient_of
 )
 triton_decode_op = _operator(
-    "triton_decode", _decode, lambda *arguments: triton.fake(unpack(arguments))[0], _schema(1)
+    "triton_decode", _decode, lambda *arguments: triton_backend.fake(unpack(arguments))[0], _schema(1)
 )

@@ -1,6 +1,6 @@
 """One attention problem: its tensors, its description, and what their shapes and dtypes must be.
 
-`check_shapes` looks at shapes and dtypes only and always runs. What only contents can tell is in values.py.
+`check_shapes` looks at shapes and dtypes only. What only contents can tell is in values.py.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def is_decoding(self) -> bool:
-        """A few causal queries a row, at the end of many keys: there is a path for these on every device."""
+        """At most 16 causal queries a row, 64 with those of a group: there are paths of their own for these."""
         queries, group = self.q.shape[2], self.q.shape[1] // self.k.shape[1]
         few = holds(queries <= 16) and holds(queries * group <= 64)
         return self.causal and self.cu_seqlens is None and few
@@ -120,7 +120,7 @@ class Problem:
         return self.bias is not None and self.bias.differs_by_row
 
     @property
-    def bias_reach(self) -> int:
+    def separable_beyond(self) -> int:
         """How far from a query the bias still depends on the distance in a way of its own: T5's largest distance."""
         return 0 if self.bias is None else self.bias.separable_beyond
 
@@ -140,7 +140,7 @@ class Problem:
         if self.cu_seqlens is not None:
             return position
         first, end = self.key_runs()
-        return torch.minimum(torch.maximum(position, first - 1 - self.bias_reach), end + self.bias_reach)
+        return torch.minimum(torch.maximum(position, first - 1 - self.separable_beyond), end + self.separable_beyond)
 
     def key_runs(self) -> tuple[Tensor, Tensor]:
         """For each query the run of keys of its own sequence: [first, end), int64 [B or 1, Tq]."""

@@ -28,7 +28,7 @@ def is_recording(*tensors: Tensor | None) -> bool:
 
 
 def refuse_transforms(tensors: Sequence[Tensor]) -> None:
-    """Of torch.func, and of forward mode: operators have no rules for them, and tangents would be lost."""
+    """Raise under torch.func and forward-mode AD: operators have no rules for them, and tangents would be lost."""
     if torch.compiler.is_compiling():
         return
     transforms = torch._C._functorch.get_interpreter_stack() or ()

@@ -12,8 +12,8 @@ the query through x = s‖q_i‖ alone and grows with x: it is tabulated once a 
 the window of a query block is then a binary search in that table. The future side of symmetric attention is
 the mirror image, with half of the tolerance for each side.
 
-Rounding is paid for: norms and near scores carry a slack of (D + 4) 2^-23 of their size, which no setting of torch
-for the precision of matrix products can exceed, because no matrix product of float32 is taken. A NaN or an infinity
+Rounding is paid for: norms carry a slack of (D + 4) 2^-23 of their size, near scores one of (D + 36) 2^-23, which no
+setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A NaN or an infinity
 in a norm makes the bound infinite, so that such a key is always visited and such a query visits everything.
 The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
@@ -141,7 +141,9 @@ def _in_splits(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     splits = split_problem(problem, torch.full((batch, heads), each, dtype=torch.float64, device="cpu"))
     if len(splits) == 1:
         return _certified_sides(problem, block)
-    first, last = (torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64) for _ in range(2))
+    first, last = (
+        torch.empty((batch, heads, -(-queries // block)), dtype=torch.int64, device="cpu") for _ in range(2)
+    )
 
     def compute(split: Split) -> None:
         own_first, own_last = _certified_sides(split.of(problem), block)

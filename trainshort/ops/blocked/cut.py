@@ -1,6 +1,6 @@
 """From windows to work: cut one attention row into rectangles ("pieces") that one call can compute.
 
-A piece is a range of queries against a range of keys, of one of three kinds:
+A piece is a range of queries against a range of keys, of one of four kinds:
 
     tile    keys around the queries: the bias is a small matrix, with -inf where a key is out of sight
     left    keys that lie wholly in the past: bias(query, key) = f(key) + g(query), so it is one row
@@ -74,11 +74,11 @@ def segments(problem: Problem) -> list[Segment]:
         return [Segment(None, low, high, low, high, 0) for low, high in itertools.pairwise(borders) if high > low]
     start = problem.start
     if problem.key_padding_mask is None and not isinstance(start, Tensor):
-        return _by_position(Segment(None, 0, queries, 0, keys, start), problem.bias_reach)
+        return _by_position(Segment(None, 0, queries, 0, keys, start), problem.separable_beyond)
     first, end = (limit.expand(problem.q.shape[0], -1)[:, :1].tolist() for limit in problem.key_runs())
     starts = start.tolist() if isinstance(start, Tensor) else [start] * problem.q.shape[0]
     rows = [Segment(row, 0, queries, first[row][0], end[row][0], starts[row]) for row in range(problem.q.shape[0])]
-    return [part for row in rows for part in _by_position(row, problem.bias_reach)]
+    return [part for row in rows for part in _by_position(row, problem.separable_beyond)]
 
 
 def _by_position(segment: Segment, reach: int) -> list[Segment]:

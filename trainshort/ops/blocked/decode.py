@@ -119,9 +119,9 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
                 for member in range(group):
                     slope = penalties[head * group + member]
                     nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
-                    max_distance = (nats + spare - math.log(-math.expm1(-slope))) / slope
+                    width = (nats + spare - math.log(-math.expm1(-slope))) / slope
                     # NaN compares false; a score of infinity gives -infinity: all of it.
-                    low = min(low, math.floor(keys - max_distance) if 0.0 <= max_distance < keys else 0)
+                    low = min(low, math.floor(keys - width) if 0.0 <= width < keys else 0)
                 lows.append(low // BLOCK * BLOCK)
             rows.append(lows)
     if problem.key_padding_mask is not None:

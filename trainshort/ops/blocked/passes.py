@@ -29,7 +29,7 @@ LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied tog
 class Pass:
     """One pass over one problem: its tensors as the kernels need them, and the calls to make.
 
-    lanes: rows and heads of the whole problem, of which this one may be a budget.
+    lanes: rows and heads of the whole problem, of which this one may be a split.
     """
 
     def __init__(self, problem: Problem, windows: Tensor | None, fused: bool, lanes: torch.Size) -> None:
@@ -38,16 +38,16 @@ class Pass:
         self.problem = replace(problem, q=self.q, k=self.k, v=self.v)
         self.batch, self.heads, self.queries, self.dim = self.q.shape
         self.group = self.heads // self.k.shape[1]
-        self.beyond = problem.bias_reach
+        self.beyond = problem.separable_beyond
         self.sizes = self._sizes(*lanes)
         self.segments = segments(problem) if self.k.shape[2] and self.queries else []
         self.windows = windows
         whole = self._whole_heads()
-        together = list(self._batched_calls(whole))
-        spread = self._places(whole)
-        every_piece = [call.piece for call in together] + [piece for _, _, piece in spread]
+        batched = list(self._batched_calls(whole))
+        gathered = self._places(whole)
+        every_piece = [call.piece for call in batched] + [piece for _, _, piece in gathered]
         self.bias = PieceBias(self.problem, every_piece, self.dtype)
-        self.calls: list[BatchedCall | GatheredCall] = [*together, *self._gathered_calls(spread)]
+        self.calls: list[BatchedCall | GatheredCall] = [*batched, *self._gathered_calls(gathered)]
         self.calls.sort(key=lambda call: not call.piece.fresh)
 
     def _usable(self, tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Pass:
     def _sizes(self, batch: int, heads: int) -> PieceSizes:
         """Pieces whose bias and scores never outgrow the inputs, or an eighth of a length x length matrix."""
         length = max(self.queries, self.k.shape[2], 1)
-        if not self.fused:  # a budget of the scores for each lane
+        if not self.fused:  # scores that a lane may hold
             budget = max(self.queries * self.dim, length * length // (8 * max(1, batch * heads)))
             rows = next((rows for rows in (BLOCK, 64, 32) if rows * rows <= budget), 16)
             keys = max(rows, budget // rows)
@@ -118,9 +118,9 @@ class Pass:
 
     def _places(self, whole: list[bool]) -> dict[tuple[int, int, Piece], list[Place]]:
         """Places of equal pieces: (head, row of the batch if its bias is its own, piece at 0) -> places."""
-        spread: dict[tuple[int, int, Piece], list[Place]] = defaultdict(list)
+        gathered: dict[tuple[int, int, Piece], list[Place]] = defaultdict(list)
         if self.windows is None or all(whole):
-            return spread
+            return gathered
         windows = self.windows.tolist()
         own_bias = self.problem.bias_differs_by_row
         for row in range(self.batch):
@@ -133,11 +133,11 @@ class Pass:
                     sight = self.problem.sights[head]
                     for piece in cut(segment, sight, windows[row][head], self.beyond, self.sizes):
                         key = (head, row if own_bias else 0, piece._replace(row=0, key=0))
-                        spread[key].append((row, piece.row, piece.key))
-        return spread
+                        gathered[key].append((row, piece.row, piece.key))
+        return gathered
 
-    def _gathered_calls(self, spread: dict[tuple[int, int, Piece], list[Place]]) -> Iterator[GatheredCall]:
-        for (head, _, piece), every_place in spread.items():
+    def _gathered_calls(self, gathered: dict[tuple[int, int, Piece], list[Place]]) -> Iterator[GatheredCall]:
+        for (head, _, piece), every_place in gathered.items():
             elements = piece.keys * self.dim
             most = max(1, min(max(2, TOGETHER // elements), self.k.numel() // elements))
             if not self.fused:  # scores are held in full

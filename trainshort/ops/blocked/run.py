@@ -26,34 +26,34 @@ from trainshort.ops.windows import promising_heads
 EVERYTHING = -1  # in place of a window: no window was sought
 
 
-def attend(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Output like q, log-sum-exp [B, H, Tq], and windows as one row of numbers, EVERYTHING if none were sought.
 
     One row, because a dimension of query blocks is 1 up to a length of BLOCK, for which alone a compiler would make a
     graph of its own.
     """
     windows = windows_of(problem)
-    out, lse = forward(problem, windows)
+    out, lse = forward_in(problem, windows)
     if windows is None:
         windows = torch.full((_windows_size(out),), EVERYTHING, dtype=torch.int32, device=out.device)
     return out, lse, windows.reshape(-1)
 
 
 def fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend` returns, uninitialised."""
+    """What `forward` returns, uninitialised."""
     q = problem.q
     lse = q.new_empty(q.shape[:3], dtype=problem.accumulate_dtype)
     return torch.empty_like(q), lse, q.new_empty((_windows_size(q),), dtype=torch.int32)
 
 
-def gradients(
+def backward(
     problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of q, k, v and, if wanted, of the learned fields of the bias. windows: as `attend` returned them."""
+    """Gradients of q, k, v and, if wanted, of the learned fields of the bias. windows: as `forward` returned them."""
     visited = None
     if windows.numel() > 0 and not _capturing(windows) and int(windows[0]) != EVERYTHING:
         visited = windows.view(*problem.q.shape[:2], -1, 2)
-    return backward(problem, visited, out, lse, grad, want_bias)
+    return backward_in(problem, visited, out, lse, grad, want_bias)
 
 
 def _windows_size(q: Tensor) -> int:
@@ -79,7 +79,7 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward_in(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
     with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
         return _forward(problem, windows)
@@ -123,7 +123,7 @@ def _forward_split(
         return Pass(problem, windows, False, lanes).forward(into)
 
 
-def backward(
+def backward_in(
     problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and, if wanted, of the bias."""

@@ -322,7 +322,7 @@ def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _steepest_first(heads: int) -> tuple[int, ...]:
-    return tuple(alibi_slopes(heads).argsort(descending=True).tolist())
+    return tuple(alibi_slopes(heads, "cpu").argsort(descending=True).tolist())
 
 
 def can_describe(tensor: Tensor) -> bool:

@@ -97,7 +97,7 @@ def certified_blocks(problem: Problem, block: int) -> Tensor | None:
 class Attention(torch.autograd.Function):
     """The output of a call, with those of its tensors that autograd must see given apart.
 
-    bias: None for a LinearBias of the one learned tensor that is given.
+    bias: None on a cached call; `learned` is then the slopes of a LinearBias.
     """
 
     @staticmethod
