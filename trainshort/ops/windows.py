@@ -13,8 +13,9 @@ the window of a query block is then a binary search in that table. The future si
 the mirror image, with half of the tolerance for each side.
 
 Rounding is paid for: norms carry a slack of (D + 4) 2^-23 of their size, near scores one of (D + 36) 2^-23, which no
-setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A NaN or an infinity
-in a norm makes the bound infinite, so that such a key is always visited and such a query visits everything.
+setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A
+NaN or an infinity in a norm makes the bound infinite, so that such a key is always visited and such a query visits
+everything.
 The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
 
