@@ -10,6 +10,7 @@ from torch import Tensor
 
 import trainshort as ts
 from trainshort.ops import operators
+from trainshort.ops.bias import Bias
 from trainshort.ops.problem import make_problem
 
 
@@ -84,3 +85,22 @@ def test_rows_that_run_past_their_last_key(starts: list[int]) -> None:
 
 def test_three_rows_that_run_past_their_last_key() -> None:
     assert_like_reference(tensors(3, 1, 16, 4), query_start=torch.tensor([8, 0, -4]))
+
+
+class Named(ts.LinearBias):
+    """A subclass, as users make them to give a bias more of their own."""
+
+
+def test_a_subclass_of_a_bias_is_that_bias() -> None:
+    q, k, v = tensors(1, 4, 300, 16)
+    slopes = ts.alibi_slopes(4)
+    assert torch.equal(ts.attention(q, k, v, bias=Named(slopes)), ts.alibi_attention(q, k, v, slopes))
+
+
+def test_a_bias_that_operators_do_not_know_is_refused() -> None:
+    class Other(Bias):
+        pass
+
+    q, k, v = tensors(1, 4, 30, 16)
+    with pytest.raises(TypeError, match=r"bias must be a LinearBias, a BucketBias or None, got Other"):
+        ts.attention(q, k, v, bias=Other())

@@ -30,7 +30,7 @@ from trainshort.ops.blocked import run as blocked_backend
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
 from trainshort.ops.triton import run as triton_backend
-from trainshort.ops.triton.shapes import LARGEST_DIM, SHORTEST
+from trainshort.ops.triton import shapes
 from trainshort.ops.values import check_values
 from trainshort.ops.windows import visible_blocks
 
@@ -76,8 +76,8 @@ def why_not_triton(q: Tensor) -> str | None:
         return f"it needs CUDA tensors, got q on {q.device}"
     if q.dtype == torch.float64:
         return f"it computes in at most float32, got {q.dtype}"
-    if q.shape[-1] > LARGEST_DIM:
-        return f"it needs a head_dim of at most {LARGEST_DIM}, got {q.shape[-1]}"
+    if q.shape[-1] > shapes.LARGEST_DIM:
+        return f"it needs a head_dim of at most {shapes.LARGEST_DIM}, got {q.shape[-1]}"
     return None
 
 
@@ -128,44 +128,31 @@ def _run_blocked(problem: Problem) -> Tensor:
     return operators.blocked_op(*operators.pack(problem))[0]
 
 
+def _never(problem: Problem) -> bool:
+    return False
+
+
+def _may_skip(problem: Problem) -> bool:
+    return problem.may_skip
+
+
+def _may_skip_with_norms(problem: Problem) -> bool:
+    return problem.may_skip and problem.key_norms is not None
+
+
+def _may_skip_in_kernels(problem: Problem) -> bool:
+    return problem.may_skip and problem.k.shape[2] >= shapes.SHORTEST
+
+
 PATHS = (
-    Path("reference", "reference", _nothing_against, _run_reference, lambda problem: False),
-    Path(
-        "sdpa",
-        "",
-        lambda problem: sdpa.why_not(problem),
-        lambda problem: sdpa.attend(problem),
-        lambda problem: False,
-    ),
-    Path(
-        "triton decoding",
-        "triton",
-        _why_not_triton_decoding,
-        _run_triton_decoding,
-        lambda problem: problem.may_skip and problem.key_norms is not None,
-    ),
-    Path(
-        "triton",
-        "triton",
-        lambda problem: why_not_triton(problem.q),
-        _run_triton,
-        lambda problem: problem.may_skip,
-    ),
-    Path(
-        "blocked decoding",
-        "blocked",
-        _why_not_blocked_decoding,
-        _run_blocked_decoding,
-        lambda problem: problem.may_skip,
-    ),
-    Path("blocked", "blocked", _nothing_against, _run_blocked, lambda problem: problem.may_skip),
+    Path("reference", "reference", _nothing_against, _run_reference, _never),
+    Path("sdpa", "", sdpa.why_not, sdpa.attend, _never),
+    Path("triton decoding", "triton", _why_not_triton_decoding, _run_triton_decoding, _may_skip_with_norms),
+    Path("triton", "triton", lambda problem: why_not_triton(problem.q), _run_triton, _may_skip_in_kernels),
+    Path("blocked decoding", "blocked", _why_not_blocked_decoding, _run_blocked_decoding, _may_skip),
+    Path("blocked", "blocked", _nothing_against, _run_blocked, _may_skip),
 )
-
-
-_NAMED = {
-    backend: tuple(path for path in PATHS if path.backend == backend)
-    for backend in ("reference", "blocked", "triton")
-}
+_NAMED = {name: tuple(path for path in PATHS if path.backend == name) for name in BACKENDS if name != "auto"}
 _AUTO_ON_GPU = tuple(path for path in PATHS if path.backend != "reference")
 _AUTO_ELSEWHERE = tuple(path for path in _AUTO_ON_GPU if path.backend != "triton")
 
@@ -214,12 +201,14 @@ def backend_for(q: Tensor) -> str:
 
 def certified_blocks(problem: Problem, block: int) -> Tensor:
     """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
+    return _windows(problem, block, of_kernels=backend_for(problem.q) == "triton")
+
+
+def _windows(problem: Problem, block: int, of_kernels: bool) -> Tensor:
+    """The windows of the Triton kernels, where they tell them, or of the blocked backend."""
     with torch.no_grad():
-        if backend_for(problem.q) == "triton" and _is_eager(problem):
-            found = triton_backend.certified_blocks(problem, block)
-            if found is not None:
-                return found
-        return blocked_backend.certified_blocks(problem, block)
+        found = triton_backend.certified_blocks(problem, block) if of_kernels and _is_eager(problem) else None
+        return blocked_backend.certified_blocks(problem, block) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -258,13 +247,7 @@ def explain(problem: Problem, backend: str) -> Explanation:
 
 def _visited(problem: Problem, path: Path) -> float:
     """The share of key blocks in sight that a path visits; for packed documents on a GPU, of the blocked backend."""
-    windows = None
-    if path.name == "triton" and _is_eager(problem):
-        if problem.k.shape[2] < SHORTEST:
-            return 1.0
-        windows = triton_backend.certified_blocks(problem, BLOCK)
-    if windows is None:
-        windows = blocked_backend.certified_blocks(problem, BLOCK)
+    windows = _windows(problem, BLOCK, of_kernels=path.name == "triton")
     low, high = visible_blocks(problem, BLOCK)
     in_sight = (high - low).clamp_min(0).sum().item()
     return (windows[..., 1] - windows[..., 0]).sum().item() / in_sight if in_sight else 1.0

@@ -75,8 +75,9 @@ def pack(problem: Problem) -> tuple[Any, ...]:
     if isinstance(problem.query_start, Tensor):
         values["query_start"], values["query_starts"] = None, problem.query_start
     if problem.bias is not None:
-        for name in _BIAS_FIELDS[type(problem.bias)]:
-            values[name] = getattr(problem.bias, name)
+        for kind, names in _BIAS_FIELDS.items():
+            if isinstance(problem.bias, kind):
+                values |= {name: getattr(problem.bias, name) for name in names}
         if values.get("sees") is not None:
             values["sees"] = [SIGHTS.index(sight) for sight in values["sees"]]
     return tuple(values.get(name) for name in NAMES)

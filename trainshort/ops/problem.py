@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import Bias, LinearBias, Sight
+from trainshort.ops.bias import BIASES, Bias, LinearBias, Sight
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
@@ -274,7 +274,7 @@ def check_shapes(problem: Problem) -> None:
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     if problem.bias is not None:
-        if not isinstance(problem.bias, Bias):
+        if not isinstance(problem.bias, BIASES):
             raise TypeError(f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}")
         problem.bias.check_shapes(q, problem.causal)
     _check_number("scale", problem.scale)

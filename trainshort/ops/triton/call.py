@@ -87,8 +87,8 @@ def kernel_bias(problem: Problem) -> KernelBias:
 
 
 def may_skip(problem: Problem) -> bool:
-    """Whether bias and tolerance let keys be skipped."""
-    return problem.bias is not None and problem.bias.certifiable and can_skip(problem.tolerance)
+    """Whether bias and tolerance let the kernels skip keys, which divide the tolerance among passes and sides."""
+    return problem.may_skip and can_skip(problem.tolerance)
 
 
 def _features(problem: Problem, bias: KernelBias) -> Features:

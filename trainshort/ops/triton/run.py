@@ -178,11 +178,11 @@ class CachedCall(NamedTuple):
 
 
 def cached_signature(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: Any, scale: Any, tolerance: Any, query_start: Any
+    q: Tensor, k: Tensor, v: Tensor, bias: LinearBias, causal: Any, scale: Any, tolerance: Any, query_start: Any
 ) -> tuple[Any, ...] | None:
     """What calls must have in common for one to stand for all; None where each must be looked at."""
-    slopes = getattr(bias, "slopes", None)
-    if slopes is None or not is_eager(q, k, v, slopes) or bias.future is not None:
+    slopes = bias.slopes
+    if not is_eager(q, k, v, slopes) or bias.future is not None:
         return None
     if type(causal) is not bool or not (query_start is None or type(query_start) is int):
         return None
@@ -237,11 +237,11 @@ def remember(key: tuple[Any, ...], problem: Problem) -> None:
     from trainshort.ops.triton.config import config_for
 
     tensors = (problem.q, problem.k, problem.v)
-    if problem.bias is None or any(tensor.stride(-1) != 1 or tensor.numel() == 0 for tensor in tensors):
+    if any(tensor.stride(-1) != 1 or tensor.numel() == 0 for tensor in tensors):
         return
     call = describe(problem)
-    slopes, given = call.values["SLOPES"], getattr(problem.bias, "slopes", None)
-    if not isinstance(slopes, Tensor) or given is None or slopes.data_ptr() != given.data_ptr():
+    slopes = call.values["SLOPES"]
+    if not isinstance(slopes, Tensor) or slopes.data_ptr() != problem.linear.slopes.data_ptr():
         return  # slopes are converted at each call
     kept = {name: value for name, value in call.values.items() if name not in ("SLOPES", "FUTURES")}
     CACHE.put(key, CachedCall(config_for(call.features, *tensors), kept))
