@@ -131,7 +131,7 @@ def buckets() -> list[dict[str, Any]]:
         tensors = inputs(length, 64)
         table = torch.randn(32, HEADS, device="cuda")
         learned = table.clone().requires_grad_()
-        bias, learned_bias = ts.attention.BucketBias(table), ts.attention.BucketBias(learned)
+        bias, learned_bias = ts.BucketBias(table), ts.BucketBias(learned)
         times = {
             "ours": measure(lambda q, k, v, bias=bias: ts.attention(q, k, v, bias=bias), tensors),
             "FlexAttention": measure(flex_buckets(length, bias, table), tensors),
