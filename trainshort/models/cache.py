@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from trainshort.models.config import ModelConfig
+from trainshort.ops import attention
+from trainshort.ops.bias import Bias
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.values import trust_norms
@@ -86,6 +88,16 @@ class KeyValueCache:
             if real.shape[1] and not (bool(real[:, -1].all()) and bool((real[:, 1:] >= real[:, :-1]).all())):
                 raise ValueError("with a cache, rows are padded on the left: key_padding_mask must end in True")
         self.padding = (~key_padding_mask).sum(-1)
+
+    def positions(self, tokens: int) -> Tensor:
+        """The positions of the next tokens, each in its own text: int64 [B or 1, tokens]. Padding does not count."""
+        index = torch.arange(self.length, self.length + tokens, device=self.keys[0].device)[None]
+        return index if self.padding is None else (index - self.padding[:, None]).clamp_min(0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
+        """Attention of the next tokens to all before them and to one another; their keys and values are stored."""
+        k, v, attention_kwargs = self.append(layer, k, v)
+        return attention(q, k, v, bias=bias, causal=True, scale=scale, **attention_kwargs)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Write a layer's new keys and values; returns all of them, and arguments of attention that go with them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +58,19 @@ class SelfAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
         q, k, v = qkv.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
         q, k = context.position.rotate(q, k, context.positions)
-        kwargs: dict[str, Any] = {"key_padding_mask": context.key_padding_mask, "cu_seqlens": context.cu_seqlens}
         if context.cache is not None:
-            k, v, kwargs = context.cache.append(self.layer, k, v)
-        out = attention(q, k, v, bias=context.bias, causal=config.causal, scale=config.score_scale, **kwargs)
+            out = context.cache.attend(self.layer, q, k, v, bias=context.bias, scale=config.score_scale)
+        else:
+            out = attention(
+                q,
+                k,
+                v,
+                bias=context.bias,
+                causal=config.causal,
+                scale=config.score_scale,
+                key_padding_mask=context.key_padding_mask,
+                cu_seqlens=context.cu_seqlens,
+            )
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -200,7 +208,9 @@ class Trunk(nn.Module):
             check_mask(key_padding_mask, tokens)
         if cache is not None:
             self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
-        positions = self._positions(start, tokens, cache, key_padding_mask, cu_seqlens)
+        positions = (
+            self._positions(tokens, key_padding_mask, cu_seqlens) if cache is None else cache.positions(length)
+        )
         x = self.embedding(tokens)
         if self.token_types is not None:
             kinds = torch.zeros_like(tokens) if token_types is None else token_types
@@ -251,25 +261,16 @@ class Trunk(nn.Module):
             cache.pad_left(mask)
         cache.reserve(tokens.shape[1])
 
-    def _positions(
-        self,
-        start: int,
-        tokens: Tensor,
-        cache: KeyValueCache | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    def _positions(self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """The position of each token in its own text, int64 [B or 1, T]: padding and other documents don't count."""
-        index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        index = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if cu_seqlens is not None:
             borders = cu_seqlens.to(torch.int64)
             place = index - borders[torch.searchsorted(borders, index, right=True) - 1]
             return place.clamp(
                 0, self.position.max_length and self.position.max_length - 1
             )  # attention checks borders
-        if cache is not None and cache.padding is not None:
-            return (index - cache.padding[:, None]).clamp_min(0)
-        if cache is None and mask is not None and mask.shape[1]:
+        if mask is not None and mask.shape[1]:
             return (index - mask.to(torch.int8).argmax(-1)[:, None]).clamp_min(0)
         return index
 
