@@ -1,0 +1,58 @@
+"""The linear layer of a decoding step, against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainshort.ops import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1")
+
+ACTIVATED = {
+    "": lambda y: y,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "activation"),
+    [(1, 64, 32, "gelu"), (2, 100, 7, "relu"), (3, 513, 2050, "silu"), (4, 512, 33, "gelu_tanh"), (1, 1, 1, "")],
+)
+def test_like_torch(rows: int, inner: int, columns: int, activation: str) -> None:
+    from trainshort.ops.triton.few_rows import linear
+
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, 1, inner), (columns, inner), (columns,), (rows, 1, columns))
+    )
+    for b in (None, bias):
+        for r in (None, residual):
+            got = linear(x, weight, b, activation, r)
+            exact = ACTIVATED[activation](F.linear(x.double(), weight.double(), None if b is None else b.double()))
+            exact = exact if r is None else exact + r
+            assert got.shape == exact.shape
+            torch.testing.assert_close(got.double(), exact, atol=3e-6 * inner**0.5, rtol=2e-6)
+
+
+def test_half_precision_and_views() -> None:
+    from trainshort.ops.triton.few_rows import linear
+
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn((2, 3, 96), generator=generator).half()
+    x, weight = wide[:, -1, 16:80], torch.randn((40, 128), generator=generator).half()[:, 64:]
+    exact = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(linear(x, weight).double(), exact, atol=2e-2, rtol=2e-3)
+
+
+def test_not_a_number_comes_out() -> None:
+    from trainshort.ops.triton.few_rows import linear
+
+    x, weight = torch.tensor([[float("nan"), 1.0]]), torch.ones((3, 2))
+    for activation in ACTIVATED:
+        assert linear(x, weight, None, activation).isnan().all()
