@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -42,12 +41,6 @@ class PlainGPT(nn.Module):
         self.blocks = nn.ModuleList(PlainBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.register_buffer("slopes", ts.alibi_slopes(heads), persistent=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:
-            for last in (block.out, block.down):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
 
     def loss(self, tokens: Tensor, targets: Tensor, mask: BlockMask) -> Tensor:
         x = self.embedding(tokens)
@@ -56,10 +49,28 @@ class PlainGPT(nn.Module):
         logits = F.linear(self.norm(x), self.embedding.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
+    def copy_from(self, other: ts.LanguageModel) -> None:
+        """Take the weights of one of our models."""
+        self.embedding.load_state_dict(other.trunk.embedding.state_dict())
+        for mine, theirs in zip(self.blocks, other.trunk.blocks, strict=True):
+            pairs = (
+                (mine.norm1, theirs.attention_norm),
+                (mine.qkv, theirs.attention.qkv),
+                (mine.out, theirs.attention.out),
+                (mine.norm2, theirs.ffn_norm),
+                (mine.up, theirs.ffn.up),
+                (mine.down, theirs.ffn.down),
+            )
+            for to, source in pairs:
+                to.load_state_dict(source.state_dict())
+        self.norm.load_state_dict(other.trunk.final_norm.state_dict())
 
-def plain_gpt(shape: dict[str, int], length: int) -> tuple[nn.Module, Any]:
-    """The model, and its compiled loss of tokens and targets."""
-    model = PlainGPT(shape["num_layers"], shape["d_model"], shape["num_heads"], shape["vocab_size"]).cuda()
+
+def plain_gpt(ours: ts.LanguageModel, length: int) -> tuple[nn.Module, Any]:
+    """The same model in plain code, and its compiled loss of tokens and targets."""
+    config = ours.config
+    model = PlainGPT(config.num_layers, config.d_model, config.num_heads, config.vocab_size).cuda()
+    model.copy_from(ours)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
     compiled = torch.compile(model.loss)
     return model, lambda tokens, targets: compiled(tokens, targets, mask)

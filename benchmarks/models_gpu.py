@@ -1,0 +1,315 @@
+"""Whole models on a GPU: training steps, one token, prompts, endless texts; beside what users would otherwise run.
+
+    python benchmarks/models_gpu.py [--out results.json] [--commit HASH] [--parts training decoding ...]
+
+Training: a plain GPT with FlexAttention's ALiBi, compiled whole, and ours with compiled blocks; float32 weights,
+bfloat16 arithmetic by autocast, forward + backward, the same tokens. Decoding: greedy tokens of a model in bfloat16,
+ours with ALiBi and with rotary positions, and transformers' BLOOM with its default and its static cache. There are
+rows on trained weights beside random ones, which flatter the windows. Limits measured in the same run: the rate of a
+large matrix product, the bandwidth of reading memory. Times are medians of whole calls, the host's part included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from contenders_models import bloom, plain_gpt
+from torch import Tensor
+
+import trainshort as ts
+from trainshort.models.language_model import initialize
+
+TRAINED = {"num_layers": 12, "d_model": 768, "num_heads": 12, "vocab_size": 32768}
+DECODED = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "vocab_size": 32768}
+SEVEN_B = {"num_layers": 32, "d_model": 4096, "num_heads": 32, "vocab_size": 32768}
+TOKENS = 65536  # of a training step
+BEGIN = time.monotonic()
+
+
+def say(*words: object) -> None:
+    print(f"{time.monotonic() - BEGIN:6.1f}s", *words, flush=True)
+
+
+def fresh() -> None:
+    """Nothing of an earlier contender is left on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of(function: Callable[[], object], calls: int = 5) -> float:
+    """The median of whole calls, each waited for."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def limits() -> dict[str, float]:
+    """Operations a second of an 8192³ product in bfloat16; bytes a second that are read from memory."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    large = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ b
+        large.sum()
+    found = {
+        "matrix_rate": 2 * 8192**3 * 10 / seconds_of(lambda: [a @ b for _ in range(10)]),
+        "bandwidth": large.numel() * 2 * 4 / seconds_of(lambda: [large.sum() for _ in range(4)]),
+    }
+    say(f"limits: {found['matrix_rate'] / 1e12:.0f} Tflop/s, {found['bandwidth'] / 1e12:.2f} TB/s")
+    return found
+
+
+def library_text() -> Tensor:
+    """Python's own library as bytes."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(each.read_bytes() for each in files)), dtype=torch.uint8).long()
+
+
+def language_model(shape: dict[str, int], position: str = "alibi") -> ts.LanguageModel:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return ts.LanguageModel(ts.ModelConfig(position=position, **shape))
+
+
+def ours(model: ts.LanguageModel, length: int) -> tuple[ts.LanguageModel, Any]:
+    model.compile_blocks()
+    return model, model.loss
+
+
+CONTENDERS: dict[str, Any] = {"ours": ours, "FlexAttention GPT": plain_gpt}
+
+
+def step_of(model: torch.nn.Module, loss: Any, tokens: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            value = loss(tokens[:, :-1], tokens[:, 1:])
+        value.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return value.detach()
+
+    return step
+
+
+def training(lengths: list[int], trained_steps: int) -> list[dict[str, Any]]:
+    records = []
+    text = library_text().cuda()
+    source = language_model(TRAINED)
+    for weights in ("random", "trained"):
+        if weights == "trained":
+            train_a_little(source, text, trained_steps)
+        for length in lengths if weights == "random" else [each for each in lengths if each in (1024, 16384)]:
+            starts = torch.randint(0, len(text) - length - 1, (TOKENS // length,), device="cuda")
+            tokens = text[starts[:, None] + torch.arange(length + 1, device="cuda")]
+            record: dict[str, Any] = {"length": length, "weights": weights}
+            for name, make in CONTENDERS.items():
+                torch._dynamo.reset()  # or the second length would be compiled for lengths in general
+                record[name] = one_training(*make(source, length), tokens)
+            mine, plain = record["ours"], record["FlexAttention GPT"]
+            say(
+                f"training at {length}, {weights}: {mine['tokens_per_second']:,.0f} tokens/s, "
+                f"{mine['tokens_per_second'] / plain['tokens_per_second']:.2f}x, "
+                f"{mine['peak_bytes'] / 2**30:.1f} GiB of {plain['peak_bytes'] / 2**30:.1f}, "
+                f"losses {mine['loss']:.4f} {plain['loss']:.4f}"
+            )
+            records.append(record)
+    return records
+
+
+def one_training(model: torch.nn.Module, loss: Any, tokens: Tensor) -> dict[str, float]:
+    fresh()
+    step = step_of(model, loss, tokens)
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(step, 7 if tokens.shape[1] <= 4097 else 4)
+    peak = torch.cuda.max_memory_allocated()
+    return {"tokens_per_second": TOKENS / seconds, "peak_bytes": peak, "loss": float(step())}
+
+
+def train_a_little(model: ts.LanguageModel, text: Tensor, steps: int, length: int = 1024) -> None:
+    """Some steps of AdamW on Python's library, so that queries and keys are those of a model that has learned."""
+    model.compile_blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 6e-4 * min(1.0, (step + 1) / 30)
+        starts = torch.randint(0, len(text) - length - 1, (TOKENS // length,), device="cuda", generator=generator)
+        tokens = text[starts[:, None] + torch.arange(length + 1, device="cuda")]
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            value = model.loss(tokens[:, :-1], tokens[:, 1:])
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    say(f"  trained {steps} steps at {length} to a loss of {float(value):.3f}")
+
+
+def first_steps() -> dict[str, float]:
+    """Seconds of the first training step at 1,024 in a new process with empty caches, all compiling included."""
+    found = {}
+    for name in CONTENDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            command = [sys.executable, __file__, "--first-step", name]
+            done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=True)
+        found[name] = float(done.stdout.split()[-1])
+        say(f"first step, {name}: {found[name]:.1f} s")
+    return found
+
+
+def first_step(name: str) -> float:
+    model, loss = CONTENDERS[name](language_model(TRAINED), 1024)
+    tokens = torch.randint(0, 32768, (TOKENS // 1024, 1025), device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step_of(model, loss, tokens)()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def token_time(generate: Callable[[int], object], few: int = 32, many: int = 160) -> float:
+    """Seconds for a token: what more of them cost, so that prompt and capturing are left out."""
+    generate(few)
+    return min(seconds_of(lambda: generate(many), 1) - seconds_of(lambda: generate(few), 1) for _ in range(3)) / (
+        many - few
+    )
+
+
+def greedy(model: ts.LanguageModel, prompt: Tensor) -> Callable[[int], object]:
+    return lambda new: model.generate(prompt, max_new_tokens=new, temperature=0.0)
+
+
+def decoding(trained_steps: int) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+
+    def add(model: str, weights: str, rows: int, context: int, seconds: float) -> None:
+        records.append({"model": model, "weights": weights, "rows": rows, "context": context, "ms": seconds * 1e3})
+        say(f"one token, {model}, {weights}, {rows} rows after {context}: {seconds * 1e3:.3f} ms")
+
+    text = library_text().cuda()
+    for position in ("alibi", "rotary"):
+        model = language_model(DECODED, position)
+        for weights in ("random", "trained") if position == "alibi" else ("random",):
+            if weights == "trained":
+                train_a_little(model.float(), text, trained_steps)
+            model.to(torch.bfloat16)
+            for rows, context in ((1, 2048), (1, 65536), (8, 2048)):
+                prompt = text[: rows * context].view(rows, context)
+                add(f"ours, {position}", weights, rows, context, token_time(greedy(model, prompt)))
+        del model
+        fresh()
+    theirs = bloom(DECODED)
+    prompt = text[:2048].view(1, -1)
+    for cache in ("dynamic", "static"):
+        kwargs = {} if cache == "dynamic" else {"cache_implementation": "static"}
+
+        def run(new: int, kwargs: dict[str, Any] = kwargs) -> object:
+            mask = torch.ones_like(prompt)
+            return theirs.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, **kwargs)
+
+        try:
+            add(f"transformers' BLOOM, {cache} cache", "random", 1, 2048, token_time(run))
+        except Exception as error:  # what a user would meet, and part of the result
+            say(f"transformers' BLOOM with its {cache} cache: {type(error).__name__}: {error}")
+            records.append({"model": f"transformers' BLOOM, {cache} cache", "error": f"{type(error).__name__}"})
+    return records
+
+
+def seven_b(bandwidth: float) -> list[dict[str, Any]]:
+    """A model of seven billion weights: tokens a second against reading its weights once."""
+    records = []
+    with torch.device("meta"):
+        model = ts.LanguageModel(ts.ModelConfig(**SEVEN_B)).to(torch.bfloat16)
+    model.to_empty(device="cuda")
+    initialize(model, model.config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.reset_parameters()
+    weights = sum(p.numel() * p.element_size() for p in model.trunk.blocks.parameters())
+    weights += model.head.weight.numel() * 2
+    for context in (2048, 65536):
+        prompt = torch.randint(0, 32768, (1, context), device="cuda")
+        seconds = token_time(greedy(model, prompt))
+        share = weights / seconds / bandwidth
+        records.append({"context": context, "ms": seconds * 1e3, "weight_bytes": weights, "of_bandwidth": share})
+        say(f"7B, one token after {context}: {seconds * 1e3:.3f} ms, {share:.1%} of the bandwidth")
+    return records
+
+
+@torch.no_grad()
+def prefill() -> list[dict[str, Any]]:
+    records = []
+    model = language_model(DECODED).to(torch.bfloat16).eval()
+    for length in (2048, 65536):
+        prompt = torch.randint(0, 32768, (1, length), device="cuda")
+
+        def run(prompt: Tensor = prompt) -> object:
+            return model.generate(prompt, max_new_tokens=1, temperature=0.0, cuda_graph=False)
+
+        run()
+        fresh()
+        seconds = seconds_of(run)
+        records.append({"length": length, "seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()})
+        say(f"prompt of {length}: {seconds * 1e3:.1f} ms, peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--trained-steps", type=int, default=200)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--parts", nargs="+", default=["training", "first_step", "decoding", "seven_b", "prefill"])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--first-step", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA device: for the CPU there is benchmarks/models_cpu.py")
+    if options.first_step:
+        print(first_step(options.first_step))
+        return
+    about = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": options.commit,
+    }
+    results: dict[str, Any] = {"about": about, "limits": limits()}
+    parts: dict[str, Callable[[], Any]] = {
+        "training": lambda: training(options.lengths, options.trained_steps),
+        "first_step": first_steps,
+        "decoding": lambda: decoding(options.trained_steps),
+        "seven_b": lambda: seven_b(results["limits"]["bandwidth"]),
+        "prefill": prefill,
+    }
+    for name in options.parts:
+        fresh()
+        results[name] = parts[name]()
+        if options.out:  # after every part, so that a run cut short leaves what it has
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
