@@ -23,6 +23,7 @@ _HOMES = {
     "KeyValueCache": "trainshort.models",
     "ALiBiConfig": "trainshort.models",
     "ALiBiTransformer": "trainshort.models",
+    "linear_cross_entropy": "trainshort.models",
     "load": "trainshort.models",
     "save": "trainshort.models",
 }
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from trainshort.models import KeyValueCache as KeyValueCache
     from trainshort.models import LanguageModel as LanguageModel
     from trainshort.models import ModelConfig as ModelConfig
+    from trainshort.models import linear_cross_entropy as linear_cross_entropy
     from trainshort.models import load as load
     from trainshort.models import save as save
     from trainshort.ops import BucketBias as BucketBias

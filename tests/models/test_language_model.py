@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.largest import Largest
+from tests.models.largest import Largest, peak_bytes
 from tests.models.small import EVERY_POSITION, VOCABULARY, encoder, language_model, random_tokens
-from trainshort.models import language_model as module
+from trainshort.models import loss as module
 
 # Logits
 
@@ -115,7 +115,7 @@ def test_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, reduction: str, 
     model, tokens, targets = language_model(head_bias=True), random_tokens(2, 25), random_tokens(2, 25, seed=1)
     targets[0, 3:9] = -100
     expected = direct_loss(model, tokens, targets, reduction=reduction)
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", at_once)
     found = model.loss(tokens, targets, reduction=reduction)
     assert found.shape == ((2, 25) if reduction == "none" else ())
     torch.testing.assert_close(found.flatten(), expected.flatten(), rtol=1e-5, atol=1e-5)
@@ -165,19 +165,23 @@ def test_the_loss_of_a_float64_model_is_float64() -> None:
 def large_vocabulary() -> tuple[ts.LanguageModel, Tensor]:
     """More logits than are ever made at once."""
     model = language_model(vocab_size=50_000, d_model=8, num_heads=1, num_layers=1)
-    tokens = random_tokens(2, 180, vocabulary=50_000)
-    assert tokens.numel() * 50_000 > module.LOGITS_AT_ONCE
+    tokens = random_tokens(4, 360, vocabulary=50_000)
+    assert tokens.numel() * 50_000 > 4 * module.LOGITS_AT_ONCE["cpu"]
     return model, tokens
 
 
 @pytest.mark.parametrize("gradient", [True, False], ids=["training", "evaluation"])
-def test_no_tensor_holds_all_logits_of_a_large_vocabulary(gradient: bool) -> None:
+def test_the_loss_never_holds_all_logits_of_a_large_vocabulary(gradient: bool) -> None:
     model, tokens = large_vocabulary()
-    with torch.set_grad_enabled(gradient), Largest() as largest:
-        loss = model.loss(tokens, tokens)
+
+    def step() -> None:
+        with torch.set_grad_enabled(gradient):
+            loss = model.loss(tokens, tokens)
         if gradient:
             loss.backward()
-    assert largest.elements <= module.LOGITS_AT_ONCE
+
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert peak_bytes(step) < 4 * (2 * module.LOGITS_AT_ONCE["cpu"] + 4 * weights)  # twice: log-softmax beside logits
 
 
 def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +197,7 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
         direct_loss(model, tokens, tokens)
         assert sum(kept) > 200 * 5000
         kept.clear()
-        monkeypatch.setattr(module, "LOGITS_AT_ONCE", 20 * 5000)
+        monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", 20 * 5000)
         loss = model.loss(tokens, tokens)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert sum(kept) < 200 * 5000 / 4 + 20 * weights

@@ -133,3 +133,16 @@ def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
     about = {"causal": True, "scale": 0.1, "tolerance": DEFAULT_TOLERANCE[dtype], "key_norms": torch.ones(2, 2)}
     run.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_loss(compiled: list[Any], dtype: torch.dtype) -> None:
+    from trainshort.models import loss_kernel
+
+    targets = torch.zeros(3, dtype=torch.int64)
+    for vocabulary in (61, 50257):
+        logits = torch.zeros(3, vocabulary, dtype=dtype)
+        for gradient in (True, False):
+            losses, lse = loss_kernel.losses_of(logits, targets, -100, gradient)
+        loss_kernel.leave_gradients(logits, targets, -100, lse, losses)
+    assert len(compiled) == 6

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.evaluation.windows import Window
 from trainshort.models.language_model import LanguageModel
-
-LOGITS_AT_ONCE = 2**24  # elements
 
 
 @torch.inference_mode()
@@ -26,7 +23,7 @@ def losses(
     batch_tokens: int,
     on_scored: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[Window, Tensor]]:
-    """For each batch of windows of one shape its first window, and the losses [B, scored places], float32."""
+    """For each batch of windows of one shape its first window, and the losses [B, scored places]."""
     device = model.trunk.embedding.weight.device
     for batch in batches(windows, batch_tokens):
         first = batch[0]
@@ -60,21 +57,7 @@ def _window_losses(
         hidden = model.trunk(inputs[:, start : start + chunk], cache=cache)  # [B, part, d_model]
         context = min(max(skipped - start, 0), hidden.shape[1])  # places of this part that are not scored
         hidden, goal = hidden[:, context:], targets[:, start : start + chunk][:, context:]
-        parts.append(_cross_entropy(model, hidden, goal))
+        parts.append(model.head_loss(hidden, goal, reduction="none"))
         if on_scored is not None and goal.numel():
             on_scored(goal.numel())
     return torch.cat(parts, dim=1)
-
-
-def _cross_entropy(model: LanguageModel, hidden: Tensor, goal: Tensor) -> Tensor:
-    """Losses [B, T], never holding the logits of more tokens than fit."""
-    step = max(1, LOGITS_AT_ONCE // (model.config.vocab_size * max(1, goal.shape[0])))
-    found = goal.new_zeros(goal.shape, dtype=torch.float32)
-    for start in range(0, goal.shape[1], step):
-        here = slice(start, start + step)
-        logits = model.head(hidden[:, here])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        found[:, here] = F.cross_entropy(logits.flatten(0, 1), goal[:, here].flatten(), reduction="none").view(
-            goal[:, here].shape
-        )
-    return found

@@ -9,6 +9,7 @@ from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
 from trainshort.models.layers import CrossAttention
+from trainshort.models.loss import linear_cross_entropy
 
 __all__ = [
     "ALiBiConfig",
@@ -18,6 +19,7 @@ __all__ = [
     "KeyValueCache",
     "LanguageModel",
     "ModelConfig",
+    "linear_cross_entropy",
     "load",
     "save",
 ]

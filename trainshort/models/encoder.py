@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainshort.models.config import ModelConfig
@@ -42,8 +41,11 @@ class Encoder(Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The masked-token head: hidden states [..., d_model] -> [..., V]."""
+        return self.head(self._before_head(hidden))
+
+    def _before_head(self, hidden: Tensor) -> Tensor:
         activation = ACTIVATIONS[self.config.activation]
-        return self.head(self.head_norm(activation(self.head_dense(hidden))))
+        return self.head_norm(activation(self.head_dense(hidden)))
 
     def loss(
         self,
@@ -60,7 +62,7 @@ class Encoder(Model):
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
         hidden = self(tokens, key_padding_mask, token_types=token_types)
         chosen = targets != -100
-        return F.cross_entropy(self.logits(hidden[chosen]).float(), targets[chosen].long())
+        return self.head_loss(self._before_head(hidden[chosen]), targets[chosen])
 
     def pool(
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None

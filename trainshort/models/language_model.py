@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
 from trainshort.positions import build_position
-
-LOGITS_AT_ONCE = 2**24  # elements: larger losses are computed a few tokens at a time
 
 
 class LanguageModel(Model):
@@ -66,29 +61,8 @@ class LanguageModel(Model):
         require_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be mean, sum or none; got {reduction!r}")
-        hidden = self.trunk(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens).flatten(0, 1)
-        goal = targets.flatten().long()
-        step = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        if hidden.shape[0] <= step:
-            losses = self._losses(hidden, goal, ignore_index)
-        else:  # recompute the logits of each part in the backward pass instead of keeping them
-            losses = torch.cat(
-                [
-                    checkpoint(self._losses, h, g, ignore_index, use_reentrant=False)
-                    for h, g in zip(hidden.split(step), goal.split(step), strict=True)
-                ]
-            )
-        if reduction == "none":
-            return losses.view(targets.shape)
-        total = losses.sum()
-        return total if reduction == "sum" else total / (goal != ignore_index).sum()
-
-    def _losses(self, hidden: Tensor, goal: Tensor, ignore_index: int) -> Tensor:
-        logits = self.head(hidden)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits, goal, ignore_index=ignore_index, reduction="none")
+        hidden = self.trunk(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return self.head_loss(hidden, targets, ignore_index=ignore_index, reduction=reduction)
 
     def make_cache(self, batch_size: int, capacity: int | None = None) -> KeyValueCache:
         """A cache in the dtype and on the device of the model."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk
+from trainshort.models.loss import head_loss
 from trainshort.positions import Position
 
 
@@ -34,6 +35,20 @@ class Model(nn.Module):
     def tie(self) -> None:
         """Make the head and the embedding one tensor."""
         self.head.weight = self.trunk.embedding.weight
+
+    def head_loss(
+        self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+    ) -> Tensor:
+        """Cross entropy in nats of the head on hidden states [..., d_model], of targets [...]: see loss.head_loss."""
+        losses = head_loss(
+            self.head,
+            hidden.flatten(0, -2),
+            targets.flatten(),
+            vocab_size=self.config.vocab_size,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+        return losses.view(targets.shape) if reduction == "none" else losses
 
     def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Self:
         # Asked of the tensors, not of the config: who has quantized the head has taken it off the embedding.

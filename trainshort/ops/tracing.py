@@ -27,22 +27,22 @@ def is_recording(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def refuse_transforms(tensors: Sequence[Tensor]) -> None:
+def refuse_transforms(
+    tensors: Sequence[Tensor], *, name: str = "trainshort attention", instead: str = "backend='reference', which has"
+) -> None:
     """Raise under torch.func and forward-mode AD: operators have no rules for them, and tangents would be lost."""
     if torch.compiler.is_compiling():
         return
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     if any(transform.key() != torch._C._functorch.TransformType.Functionalize for transform in transforms):
         raise NotImplementedError(
-            "trainshort attention has no rules for torch.func (grad, vjp, jvp, vmap and what is made of them): use "
-            "torch.autograd.grad or backward(), or backend='reference', which has"
+            f"{name} has no rules for torch.func (grad, vjp, jvp, vmap and what is made of them): use "
+            f"torch.autograd.grad or backward(), or {instead}"
         )
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError(
-            "trainshort attention has no forward-mode derivatives: use backend='reference', which has"
-        )
+        raise NotImplementedError(f"{name} has no forward-mode derivatives: use {instead}")
 
 
 def no_double_backward(ctx: Any, *gradients: Any) -> None:
