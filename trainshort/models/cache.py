@@ -22,6 +22,7 @@ from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.triton.call import Stored
+from trainshort.ops.triton.shapes import MOST_ROWS
 from trainshort.ops.values import trust_norms
 
 FIRST_CAPACITY = 256  # of a growing cache
@@ -151,6 +152,11 @@ class KeyValueCache:
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != self.keys[0].dtype:
             return f"autocast to {torch.get_autocast_dtype(device)} with a cache of {self.keys[0].dtype}"
         return None
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether a step has so few rows that linear layers have a kernel for them."""
+        return self.sequences is not None and self.batch_size <= MOST_ROWS and self.keys[0].is_cuda
 
     def begin_steps(self) -> None:
         """Tokens come one at a time from now on, and the device counts them too."""

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from trainshort.models.config import ModelConfig
 from trainshort.models.language_model import initialize
-from trainshort.models.layers import ACTIVATIONS, Trunk, make_norm, require_tokens
+from trainshort.models.layers import Trunk, make_norm, require_tokens
+from trainshort.models.linear import ACTIVATIONS
 from trainshort.models.model import Model
 from trainshort.ops.tracing import is_eager
 from trainshort.positions import build_position

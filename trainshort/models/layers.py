@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
+from trainshort.models.linear import ACTIVATIONS, project
 from trainshort.ops import attention
 from trainshort.ops.bias import Bias
 from trainshort.ops.tracing import is_eager
 from trainshort.positions import Position
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 @dataclass
@@ -34,6 +26,7 @@ class Context:
     cache: KeyValueCache | None = None
     key_padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    few_rows: bool = False  # so few that linear layers have a kernel for them
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -50,9 +43,9 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, channels, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.width, config.d_model, bias=config.attention_out_bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        config = self.config
-        qkv = self.qkv(x)
+    def forward(self, x: Tensor, context: Context, residual: Tensor | None = None) -> Tensor:
+        config, few_rows = self.config, context.few_rows
+        qkv = project(self.qkv, x, few_rows=few_rows)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
@@ -71,7 +64,7 @@ class SelfAttention(nn.Module):
                 key_padding_mask=context.key_padding_mask,
                 cu_seqlens=context.cu_seqlens,
             )
-        return self.out(out.transpose(1, 2).flatten(2))
+        return project(self.out, out.transpose(1, 2).flatten(2), residual=residual, few_rows=few_rows)
 
 
 class CrossAttention(nn.Module):
@@ -117,16 +110,17 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        self.gated, self.activation = config.gated, config.activation
         self.up = nn.Linear(config.d_model, config.hidden * (2 if config.gated else 1), bias=config.ffn_bias)
         self.down = nn.Linear(config.hidden, config.d_model, bias=config.ffn_out_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
+    def forward(self, x: Tensor, residual: Tensor | None = None, few_rows: bool = False) -> Tensor:
         if self.gated:
-            gate, x = x.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * x)
-        return self.down(self.activation(x))
+            gate, x = project(self.up, x, few_rows=few_rows).chunk(2, dim=-1)
+            x = ACTIVATIONS[self.activation](gate) * x
+        else:
+            x = project(self.up, x, activation=self.activation, few_rows=few_rows)
+        return project(self.down, x, residual=residual, few_rows=few_rows)
 
 
 class Block(nn.Module):
@@ -145,12 +139,15 @@ class Block(nn.Module):
             x = self.attention_norm(x + self.dropout(self.attention(x, context)))
             return self.ffn_norm(x + self.dropout(self.ffn(x)))
         normed = self.attention_norm(x)
-        attended = self.dropout(self.attention(normed, context))
         if self.parallel:
+            attended = self.dropout(self.attention(normed, context))
             other = normed if self.ffn_norm is None else self.ffn_norm(x)
             return x + attended + self.dropout(self.ffn(other))
         assert self.ffn_norm is not None
-        x = x + attended
+        if context.few_rows:  # without dropout, so that a layer can add to the residual sum itself
+            x = self.attention(normed, context, residual=x)
+            return self.ffn(self.ffn_norm(x), residual=x, few_rows=True)
+        x = x + self.dropout(self.attention(normed, context))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
@@ -228,6 +225,7 @@ class Trunk(nn.Module):
             cache,
             None if cache is not None else key_padding_mask,
             cu_seqlens,
+            few_rows=not self.training and cache is not None and cache.has_few_rows,
         )
         for block in self.blocks:
             x = block(x, context)

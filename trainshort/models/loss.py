@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainshort.models.linear import is_plain_linear
 from trainshort.ops import HAS_TRITON
 from trainshort.ops.tracing import is_recording, refuse_transforms
 
@@ -93,14 +94,6 @@ def head_loss(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else _mean(losses.sum(), targets, ignore_index)
-
-
-def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling it is weight and bias and nothing else."""
-    if type(head) is not nn.Linear or "forward" in head.__dict__:
-        return False
-    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    return not hooks and type(head.weight) in (Tensor, nn.Parameter)
 
 
 def _losses_of_module(head: nn.Module, hidden: Tensor, targets: Tensor, ignore_index: int, step: int) -> Tensor:

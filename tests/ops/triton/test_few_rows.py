@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import trainshort as ts
 from trainshort.ops import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1")
@@ -56,3 +59,20 @@ def test_not_a_number_comes_out() -> None:
     x, weight = torch.tensor([[float("nan"), 1.0]]), torch.ones((3, 2))
     for activation in ACTIVATED:
         assert linear(x, weight, None, activation).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gated": True, "activation": "silu", "ffn_bias": True}], ids=["plain", "gated"]
+)
+def test_a_block_of_few_rows(changes: dict[str, Any]) -> None:
+    from trainshort.models.layers import Block, Context
+    from trainshort.positions import Position
+
+    torch.manual_seed(0)
+    config = ts.ModelConfig(d_model=8, num_layers=1, num_heads=2, d_ff=12, position="none", **changes)
+    block, x = Block(config, 0).eval(), torch.randn(1, 1, 8)
+    plain, few = (
+        block(x, Context(Position(), torch.zeros(1, 1, dtype=torch.int64), None, few_rows=few)).detach()
+        for few in (False, True)
+    )
+    torch.testing.assert_close(few, plain, rtol=1e-5, atol=1e-6)

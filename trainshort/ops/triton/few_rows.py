@@ -12,9 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_ROWS = 4  # beyond, matrix units are worth filling
-ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu")
-
 
 @triton.jit
 def few_rows_kernel(
@@ -66,7 +63,7 @@ def activated(y, ACTIVATION: tl.constexpr):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None
 ) -> Tensor:
-    """activation(x @ weight.T + bias) + residual, for x [..., in] with at most MOST_ROWS rows in all."""
+    """activation(x @ weight.T + bias) + residual, for x [..., in] with at most `shapes.MOST_ROWS` rows in all."""
     shape = (*x.shape[:-1], weight.shape[0])
     x = x.reshape(-1, x.shape[-1])
     if residual is not None:

@@ -13,6 +13,7 @@ UNIT = 64  # rows and keys: the granularity of certified windows
 ROWS = 128  # rows of a block: packed documents start at a new one
 SHORTEST = 384  # keys: below, looking for windows costs more than it saves
 LARGEST_DIM = 256
+MOST_ROWS = 4  # of a linear layer for a decoding step: beyond, matrix units are worth filling
 
 
 def can_skip(tolerance: float) -> bool:
