@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +82,67 @@ def test_training_with_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> No
     """The loss in chunks is one graph too."""
     monkeypatch.setitem(module.LOGITS_AT_ONCE, "cpu", 61 * 40)
     assert_compiled_loss_equals_eager(language_model(), random_tokens(2, 50), random_tokens(2, 50, seed=1))
+
+
+# Blocks alone
+
+
+# Torch's own, of inputs that are no leaves: shown to nobody, but an error in tests.
+OF_GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+class Counted:
+    """A backend that counts the graphs it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+@OF_GRAD
+@pytest.mark.parametrize("position", EVERY_POSITION)
+def test_one_graph_for_all_layers(position: str) -> None:
+    """Nothing else compiles: not another pass, not evaluation, not generation."""
+    model, counted = language_model(position, num_layers=5, max_length=200).train(), Counted()
+    inputs = random_tokens(2, 150), random_tokens(2, 150, seed=1)
+    expected = loss_and_gradients(model, lambda: model.loss(*inputs))
+    text = model.generate(inputs[0][:, :20], max_new_tokens=5, temperature=0.0)
+    model.compile_blocks(backend=counted)
+    for _ in range(2):
+        found = loss_and_gradients(model, lambda: model.loss(*inputs))
+        for one, two in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5 * two.abs().max().item())
+    assert len(counted.graphs) == 1
+    with torch.no_grad():
+        model.eval().loss(*(each[:1, :77] for each in inputs))
+    assert torch.equal(model.generate(inputs[0][:, :20], max_new_tokens=5, temperature=0.0), text)
+    loss_and_gradients(model.train(), lambda: model.loss(*inputs))
+    assert len(counted.graphs) == 1
+
+
+@OF_GRAD
+def test_blocks_of_many_models() -> None:
+    """More than torch compiles of one function."""
+    counted = Counted()
+    for number in range(1, 12):
+        model, tokens = language_model(d_ff=8 * number).train(), random_tokens(1, 30)
+        model.compile_blocks(backend=counted)
+        model.loss(tokens, tokens).backward()
+    assert len(counted.graphs) == 11
+
+
+@OF_GRAD
+def test_a_model_with_compiled_blocks_can_be_copied_pickled_and_compiled_whole() -> None:
+    model, tokens = language_model().train(), random_tokens(2, 30)
+    model.compile_blocks(backend="aot_eager")
+    expected = loss_and_gradients(model, lambda: model.loss(tokens, tokens))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(loss_and_gradients(other, lambda m=other: m.loss(tokens, tokens)), expected)
+    assert_compiled_loss_equals_eager(model, tokens, tokens)
+    assert model.state_dict().keys() == language_model().state_dict().keys()
 
 
 @pytest.mark.parametrize("position", EVERY_POSITION)

@@ -91,9 +91,9 @@ def test_progress_on_a_terminal(
 
 
 def test_time_left() -> None:
-    bar = TrainProgress("x", steps=1000, start=100, tokens_a_step=500, show=False)
-    assert bar.figures(200, 1.0, pace=0.5) == "loss 1.0000, 1,000 tokens/s, 6:40 left"
-    assert bar.figures(101, 1.0, pace=10.0).endswith("2:29:50 left")
+    bar = TrainProgress("x", steps=1000, start=100, show=False)
+    assert bar.time_left(200, pace=0.5) == "6:40 left"
+    assert bar.time_left(101, pace=10.0) == "2:29:50 left"
 
 
 def test_tensorboard_that_is_not_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

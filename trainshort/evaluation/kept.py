@@ -6,14 +6,13 @@ chunk as evaluation runs: these are the very blocks of keys that attention visit
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainshort.evaluation.config import BLOCK
+from trainshort.models.kept import queries_and_keys
 from trainshort.models.language_model import LanguageModel
 from trainshort.ops import certified_windows
 
@@ -34,13 +33,13 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
     cache = model.make_cache(1, tokens.shape[1])
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
-        with _queries(model) as queries:
+        with queries_and_keys(model) as seen:
             model.trunk(part, cache=cache)
         end = start + part.shape[1]
         last = torch.arange(start, end, BLOCK).add(BLOCK).clamp(max=end)  # one past the last query of each block
         visible += int((-(-last // BLOCK)).sum())
         blocks += len(last)
-        for layer, q in enumerate(queries):
+        for layer, (q, _) in enumerate(seen):
             found = certified_windows(
                 q,
                 cache.keys[layer][:, :, :end],
@@ -57,25 +56,6 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
         "reach": _table(reach / blocks),
         "farthest": _table(farthest),
     }
-
-
-@contextlib.contextmanager
-def _queries(model: LanguageModel) -> Iterator[list[Tensor]]:
-    """Collects the queries [B, H, T, D] of each layer, in order, as they come out of the position method."""
-    seen: list[Tensor] = []
-    position = model.position
-    rotate = position.rotate
-
-    def watched(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = rotate(q, k, positions)
-        seen.append(q)
-        return q, k
-
-    position.__dict__["rotate"] = watched  # before the method of the class
-    try:
-        yield seen
-    finally:
-        del position.__dict__["rotate"]
 
 
 def _table(values: Tensor) -> list[list[float]]:

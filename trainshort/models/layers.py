@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import types
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +155,27 @@ class Block(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
+def call_block(block: nn.Module, x: Tensor, context: Context) -> Tensor:
+    out: Tensor = block(x, context)
+    return out
+
+
+BlockCall = Callable[[nn.Module, Tensor, Context], Tensor]
+_compiled_calls: weakref.WeakKeyDictionary[Trunk, BlockCall] = weakref.WeakKeyDictionary()
+
+
+def compiled_call(trunk: Trunk, options: dict[str, Any]) -> BlockCall:
+    """`call_block`, compiled for all blocks of a trunk: one graph serves them, as weights are inputs of it.
+
+    Not kept in the trunk, which can so be copied and pickled. Its code is a copy: torch counts what it compiled by
+    code object, and after eight compiles no more, however many models they belonged to.
+    """
+    if trunk not in _compiled_calls:
+        own = types.FunctionType(call_block.__code__.replace(), call_block.__globals__)
+        _compiled_calls[trunk] = torch.compile(own, **options)
+    return _compiled_calls[trunk]
+
+
 def require_tokens(name: str, tokens: object) -> None:
     """Refuse what is no tensor, such as a text or a list of ints."""
     if not isinstance(tokens, Tensor):
@@ -171,6 +196,8 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
 
 class Trunk(nn.Module):
     """From tokens to hidden states: embeddings, positions and blocks. What both kinds of models share."""
+
+    compile_options: dict[str, Any] | None = None  # of torch.compile for the blocks; None: they are not compiled
 
     def __init__(self, config: ModelConfig, position: Position) -> None:
         super().__init__()
@@ -227,11 +254,23 @@ class Trunk(nn.Module):
             cu_seqlens,
             few_rows=not self.training and cache is not None and cache.has_few_rows,
         )
+        call = self._call_of_block(cache)
         for block in self.blocks:
-            x = block(x, context)
+            x = call(block, x, context)
         if cache is not None:
             cache.advance(length)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def compile_blocks(self, options: dict[str, Any] | None) -> None:
+        self.compile_options = options
+        _compiled_calls.pop(self, None)
+
+    def _call_of_block(self, cache: KeyValueCache | None) -> BlockCall:
+        """How blocks are called: compiled, if that was asked for and this is training."""
+        training = cache is None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if self.compile_options is None or not training:
+            return call_block
+        return compiled_call(self, self.compile_options)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         require_tokens("tokens", tokens)

@@ -36,6 +36,14 @@ class Model(nn.Module):
         """Make the head and the embedding one tensor."""
         self.head.weight = self.trunk.embedding.weight
 
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile the blocks for training, once for all layers; options are those of torch.compile.
+
+        Compiled blocks are used where gradients are recorded and there is no cache: evaluation and generation call
+        them as before and compile nothing. That a model was compiled is not saved with it.
+        """
+        self.trunk.compile_blocks(options)
+
     def head_loss(
         self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
     ) -> Tensor:

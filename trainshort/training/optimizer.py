@@ -38,7 +38,7 @@ class Optimizer:
             {"params": [value for value in rest.values() if value.dim() < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        fused = all(parameter.is_cuda for parameter in named.values())
+        fused = {parameter.device.type for parameter in named.values()} in ({"cuda"}, {"cpu"})
         self.parts: dict[str, torch.optim.Optimizer] = {
             "adamw": torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused or None)
         }

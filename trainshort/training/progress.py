@@ -1,6 +1,7 @@
-"""A bar with step, loss, tokens a second and time left; in a log file it is a line now and then.
+"""A bar with step, loss, speed and time left; in a log file it is a line now and then.
 
-The speed is that of the last seconds, not since the start: what slows a run down shows at once.
+The speed is that of the last seconds of training, not since the start; the time left is found from all that the last
+seconds were spent on.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ import time
 from typing import Self
 
 from trainshort.common.progress import Lines, Pace, StepBars
-
-RECENT = 10.0  # seconds that the speed is taken over
+from trainshort.training.speed import RECENT, Speed
 
 
 class TrainProgress(StepBars):
-    def __init__(self, title: str, *, steps: int, start: int, tokens_a_step: int, show: bool) -> None:
+    def __init__(self, title: str, *, steps: int, start: int, show: bool) -> None:
         super().__init__(show=show)
-        self.title, self.steps, self.start, self.tokens_a_step = title, steps, start, tokens_a_step
-        self.lines, self.pace = Lines(), Pace(start, time.monotonic(), recent=RECENT)
+        self.title, self.steps, self.start = title, steps, start
+        self.lines = Lines()
+        self.pace: Pace | None = None  # from the first line on: what came before it was compiled, too
 
     def __enter__(self) -> Self:
         super().__enter__()
         self.set_bar(self.title, self.start, self.steps)
         return self
 
-    def update(self, step: int, loss: float) -> None:
+    def update(self, step: int, loss: float, speed: Speed, keys_kept: float | None = None) -> None:
+        """keys_kept: the share of keys that certified windows keep, as far as it is known."""
         if not self.show:
             return
-        figures = self.figures(step, loss, self.pace.add(step, time.monotonic()) or 0.0)
+        if self.pace is None:
+            self.pace = Pace(step, time.monotonic(), recent=RECENT)
+        pace = self.pace.add(step, time.monotonic()) or 0.0
+        figures = ", ".join([f"loss {loss:.4f}", *_of_speed(speed), *_of_keys(keys_kept), self.time_left(step, pace)])
         if self.shown:
             self.set_bar(self.title, step, self.steps, figures)
         elif self.lines.due() or step == self.steps:
@@ -40,8 +45,19 @@ class TrainProgress(StepBars):
         elif self.show:
             print(text, file=sys.stderr)
 
-    def figures(self, step: int, loss: float, pace: float) -> str:
+    def time_left(self, step: int, pace: float) -> str:
         left = int(pace * (self.steps - step))
         hours, minutes = divmod(left // 60, 60)
         clock = f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes}:{left % 60:02}"
-        return f"loss {loss:.4f}, {self.tokens_a_step / max(pace, 1e-9):,.0f} tokens/s, {clock} left"
+        return f"{clock} left"
+
+
+def _of_speed(speed: Speed) -> list[str]:
+    if speed.tokens_per_second is None:
+        return []
+    share = "" if speed.mfu is None else f" ({speed.mfu:.0%} of the matrix rate)"
+    return [f"{speed.tokens_per_second:,.0f} tokens/s{share}"]
+
+
+def _of_keys(keys_kept: float | None) -> list[str]:
+    return [] if keys_kept is None else [f"{keys_kept:.0%} of keys"]

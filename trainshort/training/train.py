@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,17 +28,21 @@ from trainshort.data.dataset import TokenData
 from trainshort.models import LanguageModel, ModelConfig, save
 from trainshort.models.checkpoints.native import check_position
 from trainshort.models.checkpoints.weights import check_fits, fill, weights_of
+from trainshort.models.kept import share_of_keys
+from trainshort.training.ahead import BatchesAhead
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import Metrics
 from trainshort.training.optimizer import Optimizer, learning_rate
 from trainshort.training.progress import TrainProgress
 from trainshort.training.run import Checkpoint, Interrupted, RunFolder
+from trainshort.training.speed import Speed, matrix_rate, operations_per_token
+from trainshort.training.step_log import OnStep, StepLog
 from trainshort.training.stopping import StopSignals
 
 VERIFIED_AT_START = 2**32  # bytes: larger data is only read in full where it seems to have changed
+EXAMINE_EVERY = 200  # steps between looks at the share of keys that certified windows keep
 RANDOM = "random."
-OnStep = Callable[[int, float | None], None]
 
 
 def train(
@@ -106,34 +111,28 @@ class _Trainer:
         else:
             self._go_on(saved)
         self.saved_step = self.step
+        if config.compile if config.compile is not None else device.type == "cuda":
+            self.model.compile_blocks()
+        operations = operations_per_token(self.model, config.length)
+        self.speed = Speed(config.batch_tokens, operations, matrix_rate(device))
         self.began, self.waiting = time.monotonic() - self.seconds, Waiting()
-        compiled = config.compile if config.compile is not None else device.type == "cuda"
-        self.loss = torch.compile(self.model.loss) if compiled else self.model.loss
 
     def train(self, progress: bool, asked_to_stop: Callable[[], int | None]) -> Path:
         config = self.config
         title = f"{config.position} at {config.length}, seed {config.seed}"
-        bar = TrainProgress(
-            title, steps=config.steps, start=self.step, tokens_a_step=config.batch_tokens, show=progress
-        )
+        bar = TrainProgress(title, steps=config.steps, start=self.step, show=progress)
         metrics = Metrics(self.run.folder, after_step=self.step, tensorboard=config.tensorboard)
-        with contextlib.closing(metrics), bar:
+        log = StepLog(
+            config, metrics, bar, self.speed, began=self.began, on_step=self.on_step, failed=self._not_finite
+        )
+        ahead = BatchesAhead(self._parts, self.device, first=self.step + 1, last=config.steps)
+        with contextlib.closing(metrics), bar, ahead:
             if self.note:
                 bar.note(self.note)
             if self.on_step is not None:
                 self.on_step(self.step, None)
             try:
-                while self.step < config.steps:
-                    self._one_step(metrics, bar)
-                    number = asked_to_stop()
-                    last = self.step == config.steps
-                    if last or (config.eval_every and self.step % config.eval_every == 0):
-                        self._validate(metrics)
-                    if last or number or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
-                        metrics.push_to_disk()
-                        self._save()
-                    if number and not last:
-                        raise Interrupted(self.run.folder, self.step, config.steps, number)
+                self._steps(ahead, log, asked_to_stop)
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -141,14 +140,45 @@ class _Trainer:
                     f"{self.run}: no space left on the disk; the checkpoint of step {self.saved_step} is whole: free "
                     "some space and go on with resume (--resume)"
                 ) from error
+            finally:
+                with contextlib.suppress(Exception):  # what was computed before it failed
+                    log.flush()
         return self.run.folder
 
-    def _one_step(self, metrics: Metrics, bar: TrainProgress) -> None:
+    def _steps(self, ahead: BatchesAhead, log: StepLog, asked_to_stop: Callable[[], int | None]) -> None:
+        config, first = self.config, self.step + 1
+        while self.step < config.steps:
+            self._one_step(ahead.next(), log)
+            number = asked_to_stop()
+            last = self.step == config.steps
+            validate = last or self._is_due(config.eval_every)
+            examine = validate or self._is_due(EXAMINE_EVERY)
+            save = last or number or self._is_due(config.checkpoint_every)
+            if examine or save:
+                log.flush()
+            if examine:
+                self._examine(log, validate)
+            if save:
+                log.metrics.push_to_disk()
+                self._save()
+            if number and not last:
+                raise Interrupted(self.run.folder, self.step, config.steps, number)
+            if examine or save or self.step == first:  # the first step compiles
+                self.speed.begin(self.step)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _parts(self, step: int) -> list[Batch]:
+        """The batch of a step, in the parts that it is computed in."""
+        config = self.config
+        starts = self.batches.starts((step - 1) * config.sequences, config.sequences)
+        rows = config.sequences // config.accumulation
+        return [self.batches.batch(starts[at : at + rows]) for at in range(0, len(starts), rows)]
+
+    def _one_step(self, parts: list[Batch], log: StepLog) -> None:
         config, step = self.config, self.step + 1
         self.model.train()
-        starts = self.batches.starts(self.step * config.sequences, config.sequences)
-        rows = config.sequences // config.accumulation
-        parts = [self.batches.batch(starts[at : at + rows]) for at in range(0, len(starts), rows)]
         count = max(1, sum(part.count for part in parts))
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for part in parts:
@@ -157,41 +187,45 @@ class _Trainer:
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)
         lr = learning_rate(config, step)
-        watched = step % config.log_every == 0 or step == config.steps
-        if watched or (config.checkpoint_every and step % config.checkpoint_every == 0):
-            self._check_finite(step, float(total), float(norm))
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.step = step
-        if watched:
-            seconds = time.monotonic() - self.began
-            row = {"step": step, "loss": float(total), "lr": lr, "gradient_norm": float(norm)}
-            metrics.add({**row, "tokens": step * config.batch_tokens, "seconds": round(seconds, 3)})
-            bar.update(step, row["loss"])
-            if self.on_step is not None:
-                self.on_step(step, row["loss"])
+        log.add(step, lr, total, norm)
+
+    def _autocast(self) -> torch.autocast:
+        half = self.config.dtype == "bfloat16" or (self.config.dtype == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half)
 
     def _sum(self, part: Batch) -> Tensor:
-        part = part.to(self.device)
-        half = self.config.dtype == "bfloat16" or (self.config.dtype == "auto" and self.device.type == "cuda")
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
-            return self.loss(part.inputs, part.targets, cu_seqlens=part.cu_seqlens, reduction="sum")
+        with self._autocast():
+            return self.model.loss(part.inputs, part.targets, cu_seqlens=part.cu_seqlens, reduction="sum")
 
-    def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        raise RuntimeError(
+    def _not_finite(self, step: int, loss: float, norm: float) -> RuntimeError:
+        return RuntimeError(
             f"{self.run}: at step {step} the loss is {loss} and the gradient norm {norm}: the learning rate "
             f"{self.config.lr} is too high, or the warm-up short. The checkpoint of step {self.saved_step} is whole"
         )
 
     @torch.no_grad()
-    def _validate(self, metrics: Metrics) -> None:
-        """The loss of the first validation tokens, in windows of the training length."""
+    def _examine(self, log: StepLog, validate: bool) -> None:
+        """A line of metrics: the validation loss, if wanted, and the share of keys that certified windows keep."""
+        self.model.eval()
+        row = self._validation() if validate else {}
+        tokens = self.data.validation if len(self.data.validation) else self.data.train
+        sample = torch.from_numpy(np.asarray(tokens[: self.config.length]).astype(np.int64))[None]
+        with self._autocast():
+            log.keys_kept = share_of_keys(self.model, sample.to(self.device))
+        if log.keys_kept is not None:
+            row["keys_kept"] = round(log.keys_kept, 4)
+        if row:
+            log.add_row(self.step, row)
+
+    def _validation(self) -> dict[str, Any]:
+        """The loss of the first validation tokens, in windows of the training length. Nothing is compiled for it."""
         config, tokens = self.config, self.data.validation
         windows = min(config.eval_tokens, len(tokens) - 1) // config.length
         if windows < 1:
-            return
+            return {}
         apart = config.packing == "documents"
         batches = Batches(
             tokens,
@@ -201,15 +235,10 @@ class _Trainer:
         )
         rows = config.sequences // config.accumulation
         starts = [window * config.length for window in range(windows)]
-        self.model.eval()
-        total, count = 0.0, 0
-        for at in range(0, windows, rows):
-            part = batches.batch(starts[at : at + rows])
-            total += float(self._sum(part))
-            count += part.count
-        seconds = time.monotonic() - self.began
-        row = {"step": self.step, "validation_loss": total / max(1, count), "validation_tokens": count}
-        metrics.add({**row, "tokens": self.step * config.batch_tokens, "seconds": round(seconds, 3)})
+        parts = [batches.batch(starts[at : at + rows]) for at in range(0, windows, rows)]
+        sums = torch.stack([self._sum(part.to(self.device)) for part in parts])
+        count = sum(part.count for part in parts)
+        return {"validation_loss": sum(sums.tolist()) / max(1, count), "validation_tokens": count}
 
     def _start(self) -> None:
         self.run.write_config(self.config)

@@ -1,0 +1,54 @@
+"""Training compiles a block once: not for every layer, not for validation, not for every number of documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.small import metrics_of, small_config
+from trainshort.models import LanguageModel
+from trainshort.training.train import train
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that training compiles, which are run as they are."""
+    torch.compiler.reset()
+    found: list[Any] = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    compile_blocks = LanguageModel.compile_blocks
+    monkeypatch.setattr(LanguageModel, "compile_blocks", lambda model: compile_blocks(model, backend=count))
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_one_graph(graphs: list[Any], data: Path, tmp_path: Path, dropout: float) -> None:
+    """Validation every other step, whose last batch is a smaller one."""
+    sizes = {"num_layers": 4, "eval_every": 2, "eval_tokens": 160, "accumulation": 1, "dropout": dropout}
+    folder = train(small_config(data, tmp_path / "run", compile=True, **sizes), progress=False)
+    assert len(graphs) == 1
+    plain = train(small_config(data, tmp_path / "plain", compile=False, **sizes), progress=False)
+    assert len(graphs) == 1
+    assert [row["step"] for row in metrics_of(folder)] == [row["step"] for row in metrics_of(plain)]
+    if dropout == 0.0:
+        for one, two in zip(metrics_of(folder), metrics_of(plain), strict=True):
+            assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_documents(graphs: list[Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for the first number of borders, and one for all others."""
+    from trainshort.training import batches
+
+    monkeypatch.setattr(batches, "BORDERS_AT_ONCE", 2)  # of few documents as of many: the number of borders changes
+    config = small_config(data, tmp_path / "run", compile=True, packing="documents", length=256, batch_tokens=1024)
+    train(config, progress=False)
+    assert len(graphs) == 2
