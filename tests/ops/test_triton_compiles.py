@@ -176,3 +176,16 @@ def test_a_prompt_into_a_cache(compiled: list[Any], dim: int, dtype: torch.dtype
     run.append(k, k, Stored(*(torch.zeros(2, 2, 5000, dim, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40)))
     run.rotate(k, k, torch.zeros(1, 300, dtype=torch.int64), torch.ones(dim // 2))
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_linear_layers_of_a_step(compiled: list[Any], rows: int, dtype: torch.dtype) -> None:
+    from trainshort.ops.triton.few_rows import Norm, linear
+
+    x, weight, bias = torch.zeros(rows, 1024, dtype=dtype), torch.zeros(4096, 1024, dtype=dtype), torch.zeros(4096)
+    gain = torch.ones(1024, dtype=dtype)
+    linear(x, weight, bias, norm=Norm("layernorm", gain, gain, 1e-5), activation="gelu")
+    linear(x, weight, norm=Norm("rmsnorm", gain, None, 1e-5), activation="silu")
+    linear(x, weight[:1000], residual=torch.zeros(rows, 1000, dtype=dtype))
+    assert len(compiled) == 3

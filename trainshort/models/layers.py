@@ -47,9 +47,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, channels, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.width, config.d_model, bias=config.attention_out_bias)
 
-    def forward(self, x: Tensor, context: Context, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Context, norm: nn.Module | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Attention of norm(x), where there is a norm, added to a residual sum, where that is given."""
         config, few_rows = self.config, context.few_rows
-        qkv = project(self.qkv, x, few_rows=few_rows)
+        qkv = project(self.qkv, x, norm=norm, few_rows=few_rows)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
@@ -118,12 +121,18 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.d_model, config.hidden * (2 if config.gated else 1), bias=config.ffn_bias)
         self.down = nn.Linear(config.hidden, config.d_model, bias=config.ffn_out_bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, few_rows: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+        few_rows: bool = False,
+    ) -> Tensor:
         if self.gated:
-            gate, x = project(self.up, x, few_rows=few_rows).chunk(2, dim=-1)
+            gate, x = project(self.up, x, norm=norm, few_rows=few_rows).chunk(2, dim=-1)
             x = ACTIVATIONS[self.activation](gate) * x
         else:
-            x = project(self.up, x, activation=self.activation, few_rows=few_rows)
+            x = project(self.up, x, norm=norm, activation=self.activation, few_rows=few_rows)
         return project(self.down, x, residual=residual, few_rows=few_rows)
 
 
@@ -142,16 +151,16 @@ class Block(nn.Module):
             assert self.ffn_norm is not None
             x = self.attention_norm(x + self.dropout(self.attention(x, context)))
             return self.ffn_norm(x + self.dropout(self.ffn(x)))
-        normed = self.attention_norm(x)
         if self.parallel:
+            normed = self.attention_norm(x)
             attended = self.dropout(self.attention(normed, context))
             other = normed if self.ffn_norm is None else self.ffn_norm(x)
             return x + attended + self.dropout(self.ffn(other))
         assert self.ffn_norm is not None
-        if context.few_rows:  # without dropout, so that a layer can add to the residual sum itself
-            x = self.attention(normed, context, residual=x)
-            return self.ffn(self.ffn_norm(x), residual=x, few_rows=True)
-        x = x + self.dropout(self.attention(normed, context))
+        if context.few_rows:  # no dropout: norms, layers and sums are one kernel each time
+            x = self.attention(x, context, norm=self.attention_norm, residual=x)
+            return self.ffn(x, norm=self.ffn_norm, residual=x, few_rows=True)
+        x = x + self.dropout(self.attention(self.attention_norm(x), context))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 

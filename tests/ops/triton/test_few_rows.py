@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import trainshort as ts
 from trainshort.ops import INTERPRETED
@@ -36,7 +37,7 @@ def test_like_torch(rows: int, inner: int, columns: int, activation: str) -> Non
     )
     for b in (None, bias):
         for r in (None, residual):
-            got = linear(x, weight, b, activation, r)
+            got = linear(x, weight, b, activation=activation, residual=r)
             exact = ACTIVATED[activation](F.linear(x.double(), weight.double(), None if b is None else b.double()))
             exact = exact if r is None else exact + r
             assert got.shape == exact.shape
@@ -58,7 +59,7 @@ def test_not_a_number_comes_out() -> None:
 
     x, weight = torch.tensor([[float("nan"), 1.0]]), torch.ones((3, 2))
     for activation in ACTIVATED:
-        assert linear(x, weight, None, activation).isnan().all()
+        assert linear(x, weight, activation=activation).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,26 @@ def test_a_block_of_few_rows(changes: dict[str, Any]) -> None:
         for few in (False, True)
     )
     torch.testing.assert_close(few, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize("inner", [64, 700])
+def test_norm(inner: int, mean: float, kind: str) -> None:
+    """As exact as a norm of its own in float32, also where the mean is much larger than the deviation."""
+    from trainshort.ops.triton.few_rows import Norm, linear
+
+    generator = torch.Generator().manual_seed(inner)
+    x = mean + torch.randn((2, inner), generator=generator)
+    weight, gain, offset = (torch.randn(size, generator=generator) for size in ((9, inner), (inner,), (inner,)))
+
+    def normed(dtype: torch.dtype) -> Tensor:
+        wide, g, z = x.to(dtype), gain.to(dtype), offset.to(dtype)
+        if kind == "rmsnorm":
+            return F.linear(F.rms_norm(wide, (inner,), g, 1e-5), weight.to(dtype))
+        return F.linear(F.layer_norm(wide, (inner,), g, z, 1e-5), weight.to(dtype))
+
+    found = linear(x, weight, norm=Norm(kind, gain, offset if kind == "layernorm" else None, 1e-5))
+    exact = normed(torch.float64)
+    allowed = 4 * (normed(torch.float32) - exact).norm() + 2e-6 * exact.norm()
+    assert (found - exact).norm() <= allowed

@@ -1,22 +1,32 @@
 """A linear layer for one or a few rows, as a decoding step has them: bound by reading the weight once.
 
 A library's matrix product is made for many rows; for one it reads the weight at a third of the memory's speed where
-the weight is small, and what comes after it (bias, activation, residual sum) takes kernels of its own. Here a program
-computes a few columns of the output for all rows, in float32 whatever the dtype, and finishes them.
+the weight is small, and what comes before and after it (norm, bias, activation, residual sum) takes kernels of its
+own, which cost a step more than their arithmetic. Here a program computes a few columns of the output for all rows,
+in float32 whatever the dtype, and finishes them.
+
+A norm of x needs no pass before: with mean and deviation of a row, found beside the products,
+w . ((x - mean) / deviation * g + z) = (w . (g x) - mean w . g) / deviation + w . z.
+To lose no digits where the mean is large, x is first shifted by its first number.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainshort.ops.triton.run import on_device
+
 
 @triton.jit
 def few_rows_kernel(
-    X, W, BIAS, RESIDUAL, OUT, rows, columns, inner, stride_x, stride_w, stride_residual,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    X, W, BIAS, RESIDUAL, GAIN, OFFSET, OUT, rows, columns, inner, eps, stride_x, stride_w, stride_residual,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, ROWS)
@@ -26,16 +36,37 @@ def few_rows_kernel(
     w_at = W + j.to(tl.int64)[:, None] * stride_w + k[None, :]
     row, column = i < rows, j < columns
     sums = tl.zeros([ROWS, COLUMNS, INNER], tl.float32)
+    gains = tl.zeros([COLUMNS, INNER], tl.float32)
+    offsets = tl.zeros([COLUMNS, INNER], tl.float32)
+    first = tl.zeros([ROWS], tl.float32)
+    if NORM == "layernorm":
+        first = tl.load(X + i.to(tl.int64) * stride_x, mask=row, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, INNER], tl.float32)
+    squares = tl.zeros([ROWS, INNER], tl.float32)
     for start in tl.range(0, inner, INNER, num_stages=STAGES):
-        if EVEN:
-            w = tl.load(w_at + start, mask=column[:, None], other=0.0)
-            x = tl.load(x_at + start, mask=row[:, None], other=0.0)
+        there = k >= 0 if EVEN else start + k < inner
+        w = tl.load(w_at + start, mask=column[:, None] & there[None, :], other=0.0).to(tl.float32)
+        x = tl.load(x_at + start, mask=row[:, None] & there[None, :], other=0.0).to(tl.float32)
+        if NORM != "":
+            gain = tl.load(GAIN + start + k, mask=there, other=0.0).to(tl.float32)
+            x = tl.where(there[None, :], x - first[:, None], 0.0)
+            squares += x * x
+            x_gain = x * gain[None, :]
+            if NORM == "layernorm":
+                total += x
+                gains += w * gain[None, :]
+                if HAS_OFFSET:
+                    offset = tl.load(OFFSET + start + k, mask=there, other=0.0).to(tl.float32)
+                    offsets += w * offset[None, :]
+            sums += x_gain[:, None, :] * w[None, :, :]
         else:
-            inside = (start + k < inner)[None, :]
-            w = tl.load(w_at + start, mask=column[:, None] & inside, other=0.0)
-            x = tl.load(x_at + start, mask=row[:, None] & inside, other=0.0)
-        sums += x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+            sums += x[:, None, :] * w[None, :, :]
     y = tl.sum(sums, 2)
+    if NORM != "":
+        mean = tl.sum(total, 1) / inner
+        variance = tl.sum(squares, 1) / inner - mean * mean
+        y = (y - mean[:, None] * tl.sum(gains, 1)[None, :]) / tl.sqrt(variance + eps)[:, None]
+        y += tl.sum(offsets, 1)[None, :]
     if HAS_BIAS:
         y += tl.load(BIAS + j, mask=column, other=0.0).to(tl.float32)[None, :]
     y = activated(y, ACTIVATION)
@@ -60,10 +91,25 @@ def activated(y, ACTIVATION: tl.constexpr):
     return y
 
 
+class Norm(NamedTuple):
+    """A norm of the rows before a linear layer."""
+
+    kind: str  # "layernorm" or "rmsnorm"
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(x @ weight.T + bias) + residual, for x [..., in] with at most `shapes.MOST_ROWS` rows in all."""
+    """activation(norm(x) @ weight.T + bias) + residual, for x [..., in] of at most `shapes.MOST_ROWS` rows in all."""
     shape = (*x.shape[:-1], weight.shape[0])
     x = x.reshape(-1, x.shape[-1])
     if residual is not None:
@@ -74,11 +120,16 @@ def linear(
     small = columns < 2048  # tiles so small that every multiprocessor has some
     wide = 512 if small or inner >= 4096 else 256
     tile = 2 if small else 8
-    few_rows_kernel[(triton.cdiv(columns, tile),)](
-        x, weight, bias, residual, out, rows, columns, inner, x.stride(0), weight.stride(0),
-        0 if residual is None else residual.stride(0),
-        ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % wide == 0,
-        ROWS=triton.next_power_of_2(rows), COLUMNS=tile, INNER=wide, STAGES=4 if small else 3,
-        num_warps=1 if small else 4,
-    )  # fmt: skip
+    gain, offset = (None, None) if norm is None else (norm.weight, norm.bias)
+    with on_device(x):
+        few_rows_kernel[(triton.cdiv(columns, tile),)](
+            X=x, W=weight, BIAS=bias, RESIDUAL=residual, GAIN=gain, OFFSET=offset, OUT=out,
+            rows=rows, columns=columns, inner=inner, eps=0.0 if norm is None else norm.eps,
+            stride_x=x.stride(0), stride_w=weight.stride(0),
+            stride_residual=0 if residual is None else residual.stride(0),
+            NORM="" if norm is None else norm.kind, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None, HAS_OFFSET=offset is not None, EVEN=inner % wide == 0,
+            ROWS=triton.next_power_of_2(rows), COLUMNS=tile, INNER=wide, STAGES=4 if small else 3,
+            num_warps=1 if small else 4,
+        )  # fmt: skip
     return out.view(shape)
