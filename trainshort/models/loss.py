@@ -277,7 +277,7 @@ def _losses_of(logits: Tensor, targets: Tensor, ignore_index: int, gradient: boo
     losses = torch.where(counts, -picked, 0.0)
     lse = logits.gather(1, index)[:, 0] - picked
     if gradient:
-        _put_gradients(logits, logs.exp_(), index, counts.to(logs.dtype))
+        _put_gradients(logits, logs, index, counts)
     return losses, lse
 
 
@@ -290,14 +290,21 @@ def _leave_gradients(logits: Tensor, targets: Tensor, ignore_index: int, lse: Te
         return
     counts = targets != ignore_index
     index = targets.where(counts, 0)[:, None]
-    softmax = logits.to(lse.dtype).sub_(lse[:, None]) if logits.dtype != lse.dtype else logits - lse[:, None]
-    _put_gradients(logits, softmax.exp_(), index, factors.where(counts, 0.0))
+    _put_gradients(logits, logits - lse[:, None], index, counts, factors)
 
 
-def _put_gradients(logits: Tensor, softmax: Tensor, index: Tensor, factors: Tensor) -> None:
-    softmax.scatter_(1, index, softmax.gather(1, index) - 1.0)
-    softmax.mul_(factors[:, None]).masked_fill_((factors == 0)[:, None], 0.0)  # also where a logit is not finite
-    logits.copy_(softmax)
+def _put_gradients(
+    logits: Tensor, logs: Tensor, index: Tensor, counts: Tensor, factors: Tensor | None = None
+) -> None:
+    """Softmax - onehot in place of the logits, from logs, the logarithm of the softmax, whose memory may be used."""
+    gradient = torch.exp(logs, out=logits if logits.dtype == logs.dtype else logs)
+    gradient.scatter_(1, index, gradient.gather(1, index) - 1.0)
+    if factors is not None:
+        gradient.mul_(factors[:, None])
+    if logits.device.type != "cpu" or not bool(counts.all()):
+        gradient.masked_fill_(~counts[:, None], 0.0)
+    if gradient is not logits:
+        logits.copy_(gradient)
 
 
 def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:

@@ -30,14 +30,16 @@ class TrainProgress(StepBars):
         """keys_kept: the share of keys that certified windows keep, as far as it is known."""
         if not self.show:
             return
-        if self.pace is None:
-            self.pace = Pace(step, time.monotonic(), recent=RECENT)
-        pace = self.pace.add(step, time.monotonic()) or 0.0
-        figures = ", ".join([f"loss {loss:.4f}", *_of_speed(speed), *_of_keys(keys_kept), self.time_left(step, pace)])
+        self.pace = self.pace or Pace(step, time.monotonic(), recent=RECENT)
+        pace = self.pace.add(step, time.monotonic())
+        figures = [f"loss {loss:.4f}", *_of_speed(speed), *_of_keys(keys_kept)]
+        if pace is not None or step == self.steps:
+            figures.append(self.time_left(step, pace or 0.0))
+        text = ", ".join(figures)
         if self.shown:
-            self.set_bar(self.title, step, self.steps, figures)
+            self.set_bar(self.title, step, self.steps, text)
         elif self.lines.due() or step == self.steps:
-            print(f"{self.title}: step {step} of {self.steps}, {figures}", file=sys.stderr, flush=True)
+            print(f"{self.title}: step {step} of {self.steps}, {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         if self.shown:
