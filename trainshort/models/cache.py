@@ -6,7 +6,8 @@ its certified window without a pass over the keys, and reads only the keys that 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,8 +26,17 @@ class KeyValueCache:
     """The cache of one batch: `length` tokens of `batch_size` rows, in every layer.
 
     capacity: the most tokens it will hold, allocated at once; None: it grows by doubling.
+    bounded: hold only the keys that can still matter, in memory that does not grow with the text (bounded.py, which
+    has further options: tolerance and on_failure).
     Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
     """
+
+    def __new__(cls, *arguments: Any, bounded: bool = False, **options: Any) -> Self:
+        if bounded and cls is KeyValueCache:
+            from trainshort.models.bounded import BoundedCache
+
+            cls = BoundedCache  # type: ignore[assignment]
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -34,6 +44,7 @@ class KeyValueCache:
         batch_size: int,
         capacity: int | None = None,
         *,
+        bounded: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -55,6 +66,13 @@ class KeyValueCache:
         self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
         for kept in self.norms:
             trust_norms(kept)
+
+    def feed(self, tokens: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `compute` makes of tokens [B, T] that go on after those here, by calling `attend` in every layer."""
+        self.reserve(tokens.shape[1])
+        out = compute(tokens)
+        self.advance(tokens.shape[1])
+        return out
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""

@@ -90,10 +90,10 @@ class LanguageModel(Model):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits, goal, ignore_index=ignore_index, reduction="none")
 
-    def make_cache(self, batch_size: int, capacity: int | None = None) -> KeyValueCache:
-        """A cache in the dtype and on the device of the model."""
+    def make_cache(self, batch_size: int, capacity: int | None = None, **options: Any) -> KeyValueCache:
+        """A cache in the dtype and on the device of the model. options: of KeyValueCache, such as bounded=True."""
         weight = self.trunk.embedding.weight
-        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device)
+        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device, **options)
 
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
         """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""
