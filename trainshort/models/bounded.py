@@ -1,10 +1,10 @@
 """A cache for texts without end, in memory that does not grow with them, and with a proof for what it forgets.
 
-Each key head keeps its last keys in a ring (ops/rings.py), as many as can still matter for queries somewhat longer than
-any so far. Of those evicted a bound remains of all that they could weigh (ops/evicted.py). So every query of every layer
-has a certificate: if the evicted keys could have held more than half of the tolerance (the other half is for keys that
-are there and skipped), the text is run again from its first token with larger rings. How large rings are is a guess;
-that nothing was lost is not. The proof is in docs/attention.md.
+Each key head keeps its last keys in a ring (ops/rings.py), as many as can still matter for queries somewhat longer
+than any so far. Of those evicted a bound remains of all that they could weigh (ops/evicted.py). So every query of
+every layer has a certificate: if the evicted keys could have held more than half of the tolerance (the other half is
+for keys that are there and skipped), the text is run again from its first token with larger rings. How large rings
+are is a guess; that nothing was lost is not. The proof is in docs/attention.md.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class BoundedCache(KeyValueCache):
         like = torch.empty((batch, config.width), dtype=self.dtype, device=self.device)
         with torch.inference_mode(False):
             self.length = 0
-            self.place = torch.zeros(1, dtype=torch.int64, device=self.device)  # `length`, where captured graphs see it
+            self.place = torch.zeros(
+                1, dtype=torch.int64, device=self.device
+            )  # `length`, where captured graphs see it
             self.rings = [Rings(like, [FIRST_CAPACITY] * kv_heads, [0] * kv_heads) for _ in range(layers)]
             self.targets: list[list[int] | None] = [None] * layers  # None: not settled
             self.center = torch.zeros((layers, batch, kv_heads, config.width), dtype=dtype, device=self.device)
@@ -180,8 +182,8 @@ class BoundedCache(KeyValueCache):
             if out is None and self.on_failure == "raise":
                 self._enlarge()
                 raise BoundedCacheError(
-                    f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a query's "
-                    "softmax mass: feed these tokens again and the text is run again with more memory, or make the "
+                    f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a "
+                    "query's softmax mass: feed these tokens again and the text is run again with more memory, or make the "
                     "cache with on_failure='rerun'"
                 )
             if out is None:
@@ -255,7 +257,7 @@ class BoundedCache(KeyValueCache):
         self.remembered = end
 
     def rollback(self, tokens: int = 0) -> None:
-        """Forget all but the text, and of that the last tokens: the next call runs what is left again, and then its own.
+        """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.
 
         For callers that check certificates only after several steps (`deferred`).
         """
@@ -414,7 +416,8 @@ class BoundedCache(KeyValueCache):
 
     def _certify_piece(self, layer: int, q: Tensor, lse: Tensor, scale: float) -> None:
         """Against what was evicted before the piece. lse: [B, H, T]."""
-        assert self.evicted is not None and self.slopes is not None
+        assert self.evicted is not None
+        assert self.slopes is not None
         tokens = q.shape[2]
         x = self._lengths(q).double() * abs(scale)
         lse = lse - _products(q, self.center[layer]).double() * scale
@@ -464,9 +467,7 @@ class BoundedCache(KeyValueCache):
         if tokens:
             self.evicted.fade(layer, tokens)
         lows = [span.low for span in spans for _ in range(span.heads.stop - span.heads.start)]
-        capacities = [
-            self._capacity(layer, head, end + ahead - low) for head, low in enumerate(lows)
-        ]
+        capacities = [self._capacity(layer, head, end + ahead - low) for head, low in enumerate(lows)]
         kept = [max(low, end - capacity) for low, capacity in zip(lows, capacities, strict=True)]
         fresh = capacities != rings.capacities
         if fresh:
@@ -531,7 +532,8 @@ class BoundedCache(KeyValueCache):
     def _adapt_layer(self, layer: int) -> bool:
         """Whether rings of a layer should be larger from now on."""
         targets = self.targets[layer]
-        assert targets is not None and self.evicted is not None
+        assert targets is not None
+        assert self.evicted is not None
         least = self._needed(layer, LEAST_MARGIN)
         if all(need <= target for need, target in zip(least, targets, strict=True)):
             return False
@@ -595,7 +597,13 @@ class BoundedCache(KeyValueCache):
             tokens=self.length,
             nbytes=nbytes,
             text_bytes=self.text.nbytes,
-            full_bytes=2 * batch * self.length * config.num_layers * config.kv_heads * config.width * self.dtype.itemsize,
+            full_bytes=2
+            * batch
+            * self.length
+            * config.num_layers
+            * config.kv_heads
+            * config.width
+            * self.dtype.itemsize,
             keys_held=kept,
             share_of_keys=kept / keys if keys else 1.0,
             evictions=evicted,
@@ -617,8 +625,8 @@ def _checked_tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
             )
     if not 0.0 < tolerance < 1.0:
         raise ValueError(
-            f"a bounded cache needs a tolerance between 0 and 1, the softmax mass that a query may lose; got {tolerance}"
-            ": with 0 nothing could ever be evicted, which is what a full cache does"
+            f"a bounded cache needs a tolerance between 0 and 1, the softmax mass that a query may lose, got "
+            f"{tolerance}: with 0 nothing could ever be evicted, which is what a full cache does"
         )
     return tolerance
 

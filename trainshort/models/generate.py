@@ -33,13 +33,15 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     stop_tokens: Collection[int] = (),
     key_padding_mask: Tensor | None = None,
     use_cache: bool = True,
+    bounded: bool = False,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Continue int tokens [B, T] by up to max_new_tokens: [B, T + new].
 
     temperature: 0 is greedy. top_k, top_p: sample among the most probable tokens only. seed: makes sampling
     repeatable. stop_tokens: a row ends with one of these, which then fills it up; generation ends when all rows
-    have ended. key_padding_mask: bool [B, T], False for left padding. on_token: called with each new column [B].
+    have ended. key_padding_mask: bool [B, T], False for left padding. bounded: with a cache whose memory does not
+    grow with the text (see KeyValueCache). on_token: called with each new column [B].
     """
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
     if key_padding_mask is not None:
@@ -51,7 +53,15 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     out = torch.cat((tokens, tokens.new_zeros((batch, max_new_tokens))), dim=1)
     stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=tokens.device)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    cache = model.make_cache(batch, length + max_new_tokens) if use_cache else None
+    cache = None
+    if bounded:
+        if not use_cache:
+            raise ValueError(
+                "bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out"
+            )
+        cache = model.make_cache(batch, bounded=True)
+    elif use_cache:
+        cache = model.make_cache(batch, length + max_new_tokens)
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen, each in its own mode
     try:
         model.eval()

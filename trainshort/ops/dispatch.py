@@ -255,7 +255,7 @@ def _visited(problem: Problem, path: Path) -> float:
 
 
 def attend_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output like q and the log-sum-exp of the scores of visited keys [B, H, Tq], forward only; values are not checked.
+    """Output like q, and the log-sum-exp of the scores of visited keys [B, H, Tq]: forward only, values unchecked.
 
     By the backend that "auto" chooses. The log-sum-exp of a query that sees no key is not finite.
     """

@@ -69,7 +69,9 @@ class EvictedKeys:
             if real is not None:
                 terms = torch.where(real[:, None, None, some], terms, NOTHING)
             sums = torch.logsumexp(terms, -1)
-            sums += ROUNDING * (points[..., 0] * norms[:, :, some].amax(-1, keepdim=True) + penalty[..., some].amax(-1) + 1.0)
+            sums += ROUNDING * (
+                points[..., 0] * norms[:, :, some].amax(-1, keepdim=True) + penalty[..., some].amax(-1) + 1.0
+            )
             torch.logaddexp(table, sums, out=sums)
             table.copy_(sums + _rounding(sums))
 

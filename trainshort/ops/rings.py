@@ -124,10 +124,10 @@ class Rings:
         self.norms.index_copy_(1, slots, norms)
         return before
 
-    def attend(self, q: Tensor, position: int, scale: float, lines: Lines, padding: Padding | None) -> tuple[Tensor, ...]:
-        """Output [B, H, D] and log-sum-exp [B, H] of the query of the last token, q [B, H, D], over all keys there.
-
-        """
+    def attend(
+        self, q: Tensor, position: int, scale: float, lines: Lines, padding: Padding | None
+    ) -> tuple[Tensor, ...]:
+        """Output [B, H, D] and log-sum-exp [B, H] of the last token's query q [B, H, D], over all keys there."""
         group = q.shape[1] // len(self.capacities)
         parts = []
         read = sum(min(run.capacity, position + 1) * (run.heads.stop - run.heads.start) for run in self.runs)
@@ -190,7 +190,14 @@ class Lines:
 
 
 def _attend_masked(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, lines: Lines, run: Run, position: int, padding: Padding | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    lines: Lines,
+    run: Run,
+    position: int,
+    padding: Padding | None,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations, where some slots hold nothing that this row may see."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
