@@ -116,7 +116,9 @@ class Given:
 ANY_SIZES = st.lists(st.sampled_from([1, 1, 1, 2, 5, 33, 100, 150]), min_size=1, max_size=40)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     sizes=ANY_SIZES,
     tolerance=st.sampled_from([0.3, 1e-3, 1e-9]),
@@ -139,7 +141,7 @@ def test_outputs_are_within_the_bound(
 
 
 def test_what_is_evicted_is_what_the_certificate_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries along their keys make Cauchy-Schwarz an equation: the certificate claims what is lost, and little more."""
+    """Queries along their keys make Cauchy-Schwarz an equation: the certificate claims what is lost, little more."""
     monkeypatch.setattr(bounded, "_center", lambda keys, real: keys.new_zeros(keys[:, :, 0].shape))
     tolerance, text = 0.05, Given(700, batch=1)
     text.k[:] = 0.0
@@ -181,7 +183,9 @@ def test_a_query_that_turns_long_is_noticed() -> None:
     assert not cache.failed()
     text.attend(cache, [1], start=599)
     assert cache.failed()
-    error = (Given.dense(text)[..., 599, :] - text.attend(text.cache(tolerance=1e-3), [600])[..., 599, :]).abs().amax()
+    error = (
+        (Given.dense(text)[..., 599, :] - text.attend(text.cache(tolerance=1e-3), [600])[..., 599, :]).abs().amax()
+    )
     assert float(error) <= 1e-3 * text.diameter()
 
 
@@ -203,30 +207,36 @@ def test_numbers_that_are_none_are_never_certified(bad: float, where: str) -> No
         text = Given(400)
         getattr(text, where)[1, 0, 1, 250] = bad
         cache = text.cache(tolerance=1e-3)
+        refused = False
         try:
             text.attend(cache, sizes)
             text.attend(cache, [100], start=0)  # whatever comes next
-        except BoundedCacheError as error:
-            assert "not finite" in str(error)
-        else:
-            assert cache.failed()
+        except BoundedCacheError:
+            refused = True
+        assert refused or cache.failed()
 
 
-def test_the_rounding_that_settings_allow_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_that_settings_allow_is_paid_for() -> None:
     text = Given(300, dtype=torch.float32)
-    excess = []
-    for precision in ("highest", "medium"):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+    matmul = torch.backends.mkldnn.matmul
+    before, excess = matmul.fp32_precision, []
+    for precision in ("ieee", "bf16"):
+        matmul.fp32_precision = precision
         cache = text.cache(tolerance=1e-3)
-        text.attend(cache, [200] + [1] * 100)
+        try:
+            text.attend(cache, [200] + [1] * 100)
+        finally:
+            matmul.fp32_precision = before
         excess.append(cache.excess)
-    assert bool((excess[1] > excess[0]).all())
+    assert bool((excess[1] > excess[0] + 0.01).all())
 
 
 # Whole models.
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(sizes=ANY_SIZES, kv_heads=st.sampled_from([1, 2, 4]))
 def test_any_way_of_feeding(sizes: list[int], kv_heads: int) -> None:
     model, tokens = language_model(num_kv_heads=kv_heads, **STEEP), random_tokens(2, sum(sizes))
@@ -436,7 +446,7 @@ def test_what_is_refused() -> None:
         config = options.pop("config", small_config())
         return ts.KeyValueCache(config, 1, bounded=True, **options)
 
-    with pytest.raises(ValueError, match="tolerance above 0, and that of torch.float64 is 0"):
+    with pytest.raises(ValueError, match=r"tolerance above 0, and that of torch\.float64 is 0"):
         make(dtype=torch.float64)
     with pytest.raises(ValueError, match="tolerance between 0 and 1"):
         make(tolerance=0.0)

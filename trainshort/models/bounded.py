@@ -20,12 +20,14 @@ from torch import Tensor
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
+from trainshort.ops import ring_step
 from trainshort.ops.bias import Bias, LinearBias
-from trainshort.ops.dispatch import attend_with_lse
+from trainshort.ops.dispatch import attend_with_lse, backend_for
 from trainshort.ops.evicted import NOTHING, EvictedKeys
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK, DEFAULT_TOLERANCE, make_problem
-from trainshort.ops.rings import Lines, Padding, Rings, Span
+from trainshort.ops.ring_step import Lines, RingStep, lengths_above, products
+from trainshort.ops.rings import Rings, Span
 from trainshort.ops.tracing import is_recording
 from trainshort.positions import build_position
 
@@ -128,13 +130,14 @@ class BoundedCache(KeyValueCache):
             self.center = torch.zeros((layers, batch, kv_heads, config.width), dtype=dtype, device=self.device)
             options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
             self.center_norm = torch.zeros((layers, batch, kv_heads), **options)
-            self.longest = torch.zeros((layers, batch, kv_heads), **options)  # of ‖k - center‖
+            single: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+            self.longest = torch.zeros((layers, batch, kv_heads), **single)  # of ‖k - center‖
             shape = (layers, batch, config.num_heads)
             self.excess = torch.full(shape, -math.inf, **options)  # of certificates, in nats: above 0 they fail
             # Of the token at work, by layer:
-            self.step_norm = torch.zeros(shape, **options)
-            self.step_lse = torch.zeros(shape, **options)
-            self.step_evicted = torch.zeros((layers, batch, kv_heads), dtype=torch.float32, device=self.device)
+            self.step_norm = torch.zeros(shape, **single)
+            self.step_lse = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.step_evicted = torch.zeros((layers, batch, kv_heads), **single)
         self.stepping = False
         self.whole = True  # no call was left halfway, and no certificate failed
         self.adapted = 0
@@ -168,6 +171,7 @@ class BoundedCache(KeyValueCache):
     def _prepare_tables(self, slopes: Tensor) -> None:
         with torch.inference_mode(False):
             self.evicted = EvictedKeys(self.config.num_layers, self.batch_size, slopes)
+            self.kernel_slopes = slopes.float()
             self.lines = Lines(slopes, self.config.kv_heads, self.center.dtype)
 
     # What the model calls.
@@ -183,8 +187,8 @@ class BoundedCache(KeyValueCache):
                 self._enlarge()
                 raise BoundedCacheError(
                     f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a "
-                    "query's softmax mass: feed these tokens again and the text is run again with more memory, or make the "
-                    "cache with on_failure='rerun'"
+                    "query's softmax mass: feed these tokens again and the text is run again with more memory, or "
+                    "make the cache with on_failure='rerun'"
                 )
             if out is None:
                 self._enlarge()
@@ -328,17 +332,30 @@ class BoundedCache(KeyValueCache):
     def _attend_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q: [B, H, D]; k, v: [B, Hkv, D]. The certificate follows in `_finish_step`, for all layers at once."""
         assert self.lines is not None
-        rings = self.rings[layer]
-        norms = self._lengths(k - self.center[layer])
-        torch.maximum(self.longest[layer], norms, out=self.longest[layer])
-        slots = self.offset_of[layer] + self.place % self.capacity_of[layer]
-        self.step_evicted[layer] = rings.append(slots, k, v, norms)
-        padding = None if self.padding is None else Padding(self.padding, self.most_padding)
-        out, lse = rings.attend(q, self.length, scale, self.lines, padding)
-        self.step_norm[layer] = self._lengths(q) * abs(scale)
-        self.step_lse[layer] = lse - _products(q[:, :, None], self.center[layer])[..., 0] * scale
+        assert self.slopes is not None
         self.stepping = True
-        return out
+        step = RingStep(
+            rings=self.rings[layer],
+            slopes=self.kernel_slopes,
+            scale=scale,
+            tolerance=self.tolerance / 2,
+            place=self.place,
+            capacity=self.capacity_of[layer],
+            first=self.first_of[layer],
+            offset=self.offset_of[layer],
+            center=self.center[layer],
+            longest=self.longest[layer],
+            before=self.step_evicted[layer],
+            x=self.step_norm[layer],
+            lse=self.step_lse[layer],
+            padding=self.padding,
+            most_padding=self.most_padding,
+        )
+        if backend_for(q) == "triton":
+            from trainshort.ops.triton import ring_step as kernels
+
+            return kernels.attend(q, k, v, step)
+        return ring_step.attend(q, k, v, step, self.length, self.lines)
 
     def _finish_step(self) -> None:
         """Tables and certificates of one token, in all layers."""
@@ -355,7 +372,7 @@ class BoundedCache(KeyValueCache):
             gone, capacity = gone.repeat_interleave(group, 2), capacity.repeat_interleave(group, 2)
         self.evicted.step(self._by_query(self.step_evicted), gone, capacity)
         longest = self._by_query(self.longest)
-        x, lse = self.step_norm, self.step_lse
+        x, lse = self.step_norm.double(), self.step_lse.double()
         bound = self.evicted.at(x[..., None], longest)[..., 0]
         excess = bound - lse + self._slack(x, lse, longest, self._by_query(self.center_norm), capacity)
         self._record(slice(None), excess - math.log(self.tolerance / 2), bound, lse)
@@ -370,7 +387,7 @@ class BoundedCache(KeyValueCache):
             index = torch.arange(self.length, self.length + k.shape[2], device=self.device)
             hidden = (index < self.padding[:, None])[:, None, :, None]
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-        norms = self._lengths(k - self.center[layer, :, :, None])
+        norms = lengths_above(k - self.center[layer, :, :, None])
         spans = self._with_piece(layer, k, v, norms)
         group = q.shape[1] // k.shape[1]
         outs, sums = [], []
@@ -419,8 +436,8 @@ class BoundedCache(KeyValueCache):
         assert self.evicted is not None
         assert self.slopes is not None
         tokens = q.shape[2]
-        x = self._lengths(q).double() * abs(scale)
-        lse = lse - _products(q, self.center[layer]).double() * scale
+        x = lengths_above(q).double() * abs(scale)
+        lse = lse - products(q, self.center[layer]).double() * scale
         longest = self._by_query(self.longest[layer])
         further = self.slopes[:, None] * torch.arange(1, tokens + 1, dtype=torch.float64, device=self.device)
         bound = self.evicted.at(x, longest, layer)
@@ -507,10 +524,10 @@ class BoundedCache(KeyValueCache):
             real = self._real(span.low, span.keys.shape[2])
             center = _center(span.keys, real)
             self.center[layer, :, span.heads] = center
-            span.norms = self._lengths(span.keys - center[:, :, None])
+            span.norms = lengths_above(span.keys - center[:, :, None])
             norms = span.norms if real is None else span.norms.masked_fill(~real[:, None], 0.0)
-            self.longest[layer, :, span.heads] = norms.amax(-1).double()
-        self.center_norm[layer] = self._lengths(self.center[layer]).double()
+            self.longest[layer, :, span.heads] = norms.amax(-1)
+        self.center_norm[layer] = lengths_above(self.center[layer]).double()
         # Before there was a centre, nothing was known but norms.
         longest = self._by_query(self.longest[layer])
         self.demand[layer] = torch.maximum(self.demand[layer], self.query_norm[layer] * longest)
@@ -572,10 +589,6 @@ class BoundedCache(KeyValueCache):
         """[..., Hkv] -> [..., H]."""
         group = self.config.num_heads // self.config.kv_heads
         return by_key if group == 1 else by_key.repeat_interleave(group, -1)
-
-    def _lengths(self, rows: Tensor) -> Tensor:
-        """Norms of rows in float32, never less than they are: of differences too, which are rounded once."""
-        return row_norms(rows).float() * (1.0 + (rows.shape[-1] + 8) * 2.0**-23)
 
     def report(self) -> CacheReport:
         config, batch = self.config, self.batch_size
@@ -667,12 +680,7 @@ def _center(keys: Tensor, real: Tensor | None) -> Tensor:
     return torch.where(shorter[..., None] & torch.isfinite(mean), mean, 0.0)
 
 
-def _products(q: Tensor, center: Tensor) -> Tensor:
-    """Inner products of queries [B, H, T, D] with their head's centre [B, Hkv, D], no matrix product: [B, H, T]."""
-    grouped = q.unflatten(1, (center.shape[1], -1))
-    return (grouped * center[:, :, None, None]).sum(-1).flatten(1, 2)
-
-
 def _coarse_products(dtype: torch.dtype) -> float:
-    """Rounding of products beyond float32's, relative, where torch's settings allow for it."""
-    return 2.0**-6 if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else 0.0
+    """Rounding of matrix products beyond float32's, relative, where torch's settings allow for it."""
+    settings = [place.matmul.fp32_precision for place in (torch.backends.mkldnn, torch.backends.cuda)]
+    return 2.0**-6 if dtype == torch.float32 and not {"tf32", "bf16"}.isdisjoint(settings) else 0.0
