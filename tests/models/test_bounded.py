@@ -377,23 +377,36 @@ def test_steps_can_be_checked_later() -> None:
     """As captured graphs do: a few steps, then a look at the flag, and back where it is up."""
     model, tokens = startling_model(), startling_text(600)
     cache = bounded_cache(model, 1, tolerance=1e-4)
-    good = in_pieces(model, tokens[:, :576], [576], cache)
-    assert good.shape[1] == 576
-    cache.deferred = True
-    for first in range(576, 592, 8):
-        part = tokens[:, first : first + 8]
-        cache.prepare(8)
-        in_pieces(model, part, [1] * 8, cache)
-        if cache.failed():
+    in_pieces(model, tokens[:, :568], [568], cache)
+    cache.begin_steps()
+    for first in range(568, 600, 8):
+        cache.reserve(8)
+        in_pieces(model, tokens[:, first : first + 8], [1] * 8, cache)
+        if not cache.heed(float(cache.failure_flag())):
             break
-        cache.remember(part)
     assert first == 576
-    assert not bool(cache.failure_flag() <= 0.0)
-    cache.deferred = False
-    cache.rollback(1)
-    found = in_pieces(model, tokens[:, 575:], [1] + [1] * 24, cache)
+    assert cache.length == 584
+    cache.rollback(8)
+    found = in_pieces(model, tokens[:, 576:], [1] * 24, cache)
+    assert cache.length == 600
+    assert cache.report().reruns > 0
     with torch.no_grad():
-        torch.testing.assert_close(found, model(tokens)[:, 575:], rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(found, model(tokens)[:, 576:], rtol=1e-3, atol=1e-2)
+
+
+def test_rings_grow_before_certificates_fail() -> None:
+    """Queries that slowly get longer: no rerun, and no failure."""
+    text = Given(3000, batch=1)
+    text.q *= torch.linspace(0.5, 3.0, 3000)[:, None]
+    cache = text.cache(tolerance=1e-3)
+    text.attend(cache, [200])
+    before = cache.report().capacities
+    text.attend(cache, [1] * 2800, start=200)
+    assert not cache.failed()
+    after = cache.report().capacities
+    assert all(
+        new > old for news, olds in zip(after, before, strict=True) for new, old in zip(news, olds, strict=True)
+    )
 
 
 def test_left_padding() -> None:

@@ -196,3 +196,27 @@ def test_a_compiled_cache_bounds_the_keys_of_every_block() -> None:
 @pytest.mark.slow
 def test_a_decoding_step_with_inductor() -> None:
     decode("alibi", backend="inductor")
+
+
+@pytest.mark.parametrize("compiled", ["in place", "wrapped", "blocks"])
+def test_generating_runs_what_was_written(compiled: str) -> None:
+    """A text has many lengths: compiled code would be compiled again and again."""
+    model, tokens = language_model(), random_tokens(2, 30)
+    expected = model.generate(tokens, max_new_tokens=6, temperature=0.0)
+    calls: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    if compiled == "in place":
+        model.compile(backend=backend)
+    elif compiled == "blocks":
+        for block in model.trunk.blocks:
+            block.compile(backend=backend)
+    generating = torch.compile(model, backend=backend) if compiled == "wrapped" else model
+    assert torch.equal(generating.generate(tokens, max_new_tokens=6, temperature=0.0), expected)
+    assert not calls
+    with torch.no_grad():
+        generating(tokens)
+    assert calls, "otherwise this shows nothing"

@@ -165,7 +165,62 @@ def test_every_column_is_streamed(stopping: bool) -> None:
     assert torch.equal(torch.stack(columns, dim=1), out[:, 30:])
 
 
+@pytest.mark.parametrize("room", [4096, 7])
+def test_without_a_limit_it_goes_on_until_all_rows_have_ended(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(module, "ROOM", room)
+    model, tokens, free = free_run(1)
+    stop = int(free[0, 45])
+    expected = model.generate(tokens, stop_tokens=[stop], **SAMPLED)
+    assert torch.equal(model.generate(tokens, stop_tokens=[stop], **SAMPLED | {"max_new_tokens": None}), expected)
+
+
+def test_without_a_limit_on_token_can_end_it() -> None:
+    model, tokens, free = free_run(2)
+    columns: list[Tensor] = []
+
+    def collect(column: Tensor) -> None:
+        columns.append(column.clone())
+        if len(columns) == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(tokens, on_token=collect, **SAMPLED | {"max_new_tokens": None})
+    assert torch.equal(torch.stack(columns, dim=1), free[:, 30:])
+
+
+def test_without_a_limit_learned_positions_still_have_one() -> None:
+    model, tokens = language_model("learned", max_length=40), random_tokens(2, 30)
+    assert model.generate(tokens, max_new_tokens=None).shape == (2, 41)
+
+
+def test_cache_and_text_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, free = free_run(2)
+    monkeypatch.setattr(module, "ROOM", 3)
+    assert torch.equal(model.generate(tokens, **SAMPLED), free)
+
+
 # Around it
+
+
+def test_a_graph_that_cannot_be_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="cannot use CUDA graphs: the model is on cpu"):
+        language_model().generate(random_tokens(2, 30), max_new_tokens=5, cuda_graph=True)
+    with pytest.raises(RuntimeError, match="cannot use CUDA graphs: use_cache=False"):
+        language_model().generate(random_tokens(2, 30), max_new_tokens=5, cuda_graph=True, use_cache=False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cuda_graph", [None, False])
+def test_on_a_cpu_nobody_misses_graphs(cuda_graph: bool | None) -> None:
+    language_model().generate(random_tokens(2, 30), max_new_tokens=5, cuda_graph=cuda_graph)
+
+
+def test_logits_that_are_not_finite() -> None:
+    model = language_model()
+    with torch.no_grad():
+        model.head.weight[3, 2] = math.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        model.generate(random_tokens(2, 30), max_new_tokens=5)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -265,7 +320,7 @@ def test_learned_positions_say_when_the_context_ends(use_cache: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, or None for no end; got -1"),
         ({"temperature": -0.5}, r"temperature must be at least 0 \(0 is greedy\), got -0.5"),
         ({"temperature": math.nan}, "temperature must be at least 0"),
         ({"top_k": 0}, "top_k must be at least 1 or None, got 0"),

@@ -133,3 +133,33 @@ def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
     about = {"causal": True, "scale": 0.1, "tolerance": DEFAULT_TOLERANCE[dtype], "key_norms": torch.ones(2, 2)}
     run.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_step_of_a_cache(compiled: list[Any], dtype: torch.dtype) -> None:
+    """New keys and values at a place that the device knows, attention to them, and rotary embeddings before."""
+    from trainshort.ops.bias import NO_BIAS, KernelBias
+    from trainshort.ops.triton import run
+    from trainshort.ops.triton.call import Stored
+
+    q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 1, 128, dtype=dtype)
+    stored = Stored(*(torch.zeros(2, 2, 5000, 128, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40))
+    sequences = torch.zeros(2, 5, dtype=torch.int32)
+    run.append(k, k, stored, sequences=sequences)
+    for bias in (KernelBias(NO_BIAS), linear(4).for_kernels(2), bucket(4).for_kernels(2)):
+        run.step(q, stored, sequences, bias, 0.1)
+    run.rotate(q, k, torch.zeros(2, 1, dtype=torch.int64), torch.ones(64))
+    assert len(compiled) == 8
+    assert ".approx" not in "".join(line for line in compiled[-1].asm["ptx"].splitlines() if "sin" in line)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_prompt_into_a_cache(compiled: list[Any], dim: int, dtype: torch.dtype) -> None:
+    from trainshort.ops.triton import run
+    from trainshort.ops.triton.call import Stored
+
+    k = torch.zeros(2, 2, 300, dim, dtype=dtype)
+    run.append(k, k, Stored(*(torch.zeros(2, 2, 5000, dim, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40)))
+    run.rotate(k, k, torch.zeros(1, 300, dtype=torch.int64), torch.ones(dim // 2))
+    assert len(compiled) == 2

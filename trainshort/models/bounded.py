@@ -22,7 +22,7 @@ from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.ops import ring_step
 from trainshort.ops.bias import Bias, LinearBias
-from trainshort.ops.dispatch import attend_with_lse, backend_for
+from trainshort.ops.dispatch import INTERPRETED, attend_with_lse, backend_for
 from trainshort.ops.evicted import NOTHING, EvictedKeys
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK, DEFAULT_TOLERANCE, make_problem
@@ -37,6 +37,7 @@ ADAPT = 64  # tokens between two looks at what was needed
 MARGIN = 1.5  # rings are made for queries so many times as long as any before
 LEAST_MARGIN = 1.2  # and made larger once they would not do for queries so many times as long
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
+CLOSE = 2.0  # nats: certificates that hold by less ask for larger rings
 TEXT_GROWTH = 2**18  # tokens: the text's buffer doubles up to here, then grows by as much
 
 Compute = Callable[[Tensor], Tensor]  # tokens [B, T] -> hidden states, through `attend` of every layer
@@ -102,7 +103,7 @@ class BoundedCache(KeyValueCache):
         self.most_padding = 0
         self.reruns = 0
         self.margin = MARGIN
-        self.deferred = False  # a caller checks `failed` itself, after several steps, and remembers the tokens
+        self.deferred = False  # certificates are looked at later, by the caller
         self.slopes: Tensor | None = None  # float64 [H], on the device, from the first call on
         layers, kv_heads = config.num_layers, config.kv_heads
         self.least = [[BLOCK] * kv_heads for _ in range(layers)]
@@ -110,8 +111,9 @@ class BoundedCache(KeyValueCache):
         options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
         self.query_norm = torch.zeros(shape, **options)  # the largest |scale| ‖q‖ so far
         self.demand = torch.full(shape, -math.inf, **options)  # the largest x longest - log-sum-exp so far
-        self.text = torch.empty((batch_size, 0), dtype=torch.int32, device=self.device)
-        self.remembered = 0
+        self.text = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
+        self.remembered = 0  # tokens of it that were computed and certified
+        self.sequences = None
         self._clear()
 
     def _clear(self) -> None:
@@ -161,6 +163,9 @@ class BoundedCache(KeyValueCache):
             for head, capacity in enumerate(rings.capacities):
                 if targets is None or capacity < targets[head]:
                     self.full_at = min(self.full_at, rings.first[head] + capacity)
+        self.capacity = min(self.full_at, self.text.shape[1])  # up to here every step is like the one before
+        self.keys = [rings.keys for rings in self.rings]
+        self.values = [rings.values for rings in self.rings]
         if self.lines is not None:
             self.lines.forget()
 
@@ -179,6 +184,7 @@ class BoundedCache(KeyValueCache):
     def feed(self, tokens: Tensor, compute: Compute) -> Tensor:
         """Compute tokens [B, T] that go on after those here. Where certificates fail, the whole text is run again."""
         if self.deferred:
+            self.reserve(tokens.shape[1])
             return self._computed(tokens, compute)
         out = None
         if self.whole:
@@ -196,10 +202,11 @@ class BoundedCache(KeyValueCache):
             out = self._again(tokens, compute)
             if out is None:
                 self._enlarge()
-        self.remember(tokens)
+        self.remembered = self.length
         return out
 
     def _computed(self, tokens: Tensor, compute: Compute) -> Tensor:
+        self._write(tokens)
         out = compute(tokens)
         self.advance(tokens.shape[1])
         return out
@@ -246,45 +253,68 @@ class BoundedCache(KeyValueCache):
         """The largest excess of all certificates so far, in nats, on the device: above 0, or NaN, one failed."""
         return self.excess.amax()
 
-    def remember(self, tokens: Tensor) -> None:
-        """Keep the ids of tokens that were computed, for running the text again."""
-        end = self.remembered + tokens.shape[1]
-        if end > self.text.shape[1]:
-            size = max(FIRST_CAPACITY, self.text.shape[1])
-            while size < end:
-                size += min(size, TEXT_GROWTH)
-            with torch.inference_mode(False):
-                text = torch.empty((self.batch_size, size), dtype=torch.int32, device=self.device)
-            text[:, : self.remembered] = self.text[:, : self.remembered]
-            self.text = text
-        self.text[:, self.remembered : end] = tokens
-        self.remembered = end
+    def _write(self, tokens: Tensor) -> None:
+        """Keep the ids of the next tokens, for running the text again."""
+        if tokens.shape[1] == 1:
+            self.text.index_copy_(1, self.place, tokens.to(torch.int32))  # in captured graphs too
+        else:
+            self.text[:, self.length : self.length + tokens.shape[1]] = tokens
+
+    def _reserve_text(self, end: int) -> None:
+        if end <= self.text.shape[1]:
+            return
+        size = max(FIRST_CAPACITY, self.text.shape[1])
+        while size < end:
+            size += min(size, TEXT_GROWTH)
+        with torch.inference_mode(False):
+            text = torch.zeros((self.batch_size, size), dtype=torch.int32, device=self.device)
+        text[:, : self.text.shape[1]] = self.text
+        self.text = text
 
     def rollback(self, tokens: int = 0) -> None:
         """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.
 
-        For callers that check certificates only after several steps (`deferred`).
+        For callers that look at certificates only after several steps.
         """
-        if not 0 <= tokens <= self.remembered:
-            raise ValueError(f"rollback takes back at most the {self.remembered} tokens there are, got {tokens}")
+        there = self.length if self.deferred else self.remembered
+        if not 0 <= tokens <= there:
+            raise ValueError(f"rollback takes back at most the {there} tokens there are, got {tokens}")
         if self.failed():
             self._enlarge()
-        self.remembered -= tokens
-        self.whole = False
+        self.remembered = there - tokens
+        self.deferred = self.whole = False
+
+    # One token after another, at a place that the device knows: see KeyValueCache. Nobody looks at certificates until
+    # the caller reads `failure_flag`, and tells by `heed` what it says, or goes back with `rollback`.
+
+    def begin_steps(self) -> None:
+        self.deferred = True
+
+    def end_steps(self) -> None:
+        if self.deferred and self.failed():
+            self.rollback()
+        elif self.deferred:
+            self.deferred, self.remembered = False, self.length
+
+    def heed(self, excess: float) -> bool:
+        """Whether certificates hold, by what was read of `failure_flag`. If barely, rings should soon be larger."""
+        if excess > -CLOSE:
+            self.capacity = min(self.capacity, self.adapted + ADAPT)
+        return excess <= 0.0
 
     def reserve(self, tokens: int) -> None:
-        if tokens == 1:
-            self.prepare(1)
-
-    def prepare(self, steps: int) -> None:
-        """Make room for so many steps of one token: in these, rings stay where they are. May wait for a GPU."""
-        if self.length + steps > self.full_at:
-            for layer, rings in enumerate(self.rings):
-                self._keep(layer, [rings.span(run, self.length) for run in rings.runs], steps)
-            self._laid_out()
-        elif self.length + steps > self.adapted + ADAPT:
-            self.adapted = self.length + steps
+        """Make room for so many steps of one token, in which all stays where it is; or for the text of a piece."""
+        end = self.length + tokens
+        self._reserve_text(end)
+        stepping = self.deferred or tokens == 1
+        if stepping and end > self.adapted + ADAPT and (end > self.capacity or not self.deferred):
+            self.adapted = end
             self._adapt()
+        if stepping and end > self.full_at:
+            for layer, rings in enumerate(self.rings):
+                self._keep(layer, [rings.span(run, self.length) for run in rings.runs], tokens)
+            self._laid_out()
+        self.capacity = min(self.full_at, self.text.shape[1])
 
     def pad_left(self, key_padding_mask: Tensor) -> None:
         super().pad_left(key_padding_mask)
@@ -351,7 +381,7 @@ class BoundedCache(KeyValueCache):
             padding=self.padding,
             most_padding=self.most_padding,
         )
-        if backend_for(q) == "triton":
+        if backend_for(q) == "triton" or (self.deferred and INTERPRETED):
             from trainshort.ops.triton import ring_step as kernels
 
             return kernels.attend(q, k, v, step)
@@ -361,15 +391,13 @@ class BoundedCache(KeyValueCache):
         """Tables and certificates of one token, in all layers."""
         assert self.evicted is not None
         self.stepping = False
-        group = self.config.num_heads // self.config.kv_heads
         capacity = self.capacity_of[:, None]  # [L, 1, Hkv]
         left = self.place - capacity  # the key that lay in the new one's slot
         gone = left >= self.first_of[:, None]
         if self.padding is not None:
             gone = gone & (left >= self.padding[:, None])
         gone = gone.expand_as(self.step_evicted)
-        if group > 1:
-            gone, capacity = gone.repeat_interleave(group, 2), capacity.repeat_interleave(group, 2)
+        gone, capacity = self._by_query(gone), self._by_query(capacity)
         self.evicted.step(self._by_query(self.step_evicted), gone, capacity)
         longest = self._by_query(self.longest)
         x, lse = self.step_norm.double(), self.step_lse.double()
@@ -539,29 +567,30 @@ class BoundedCache(KeyValueCache):
 
     def _adapt(self) -> None:
         """Between steps: make rings larger whose certificates come close to failing."""
-        changed = False
-        for layer, targets in enumerate(self.targets):
-            if targets is not None and self._adapt_layer(layer):
-                changed = True
-        if changed:
+        changed = [targets is not None and self._adapt_layer(layer) for layer, targets in enumerate(self.targets)]
+        if any(changed):
             self._laid_out()
+        if not self.failed():
+            self.excess.fill_(-math.inf)  # from here on it tells of what comes next
 
     def _adapt_layer(self, layer: int) -> bool:
         """Whether rings of a layer should be larger from now on."""
         targets = self.targets[layer]
         assert targets is not None
         assert self.evicted is not None
-        least = self._needed(layer, LEAST_MARGIN)
-        if all(need <= target for need, target in zip(least, targets, strict=True)):
-            return False
-        wanted = self._needed(layer, self.margin)
-        self.targets[layer] = [
-            target if need <= target else max(target, want)
-            for need, target, want in zip(least, targets, wanted, strict=True)
+        close = (self.excess[layer] > -CLOSE).unflatten(1, (self.config.kv_heads, -1)).any(2).any(0).tolist()
+        least, wanted = self._needed(layer, LEAST_MARGIN), self._needed(layer, self.margin)
+        larger = [
+            max(target, want, -(-target * 5 // 4 // BLOCK) * BLOCK if near else 0)
+            if near or need > target
+            else target
+            for target, need, want, near in zip(targets, least, wanted, close, strict=True)
         ]
-        longest = self._by_query(self.longest[layer])
+        if larger == targets:
+            return False
+        self.targets[layer] = larger
         end = torch.maximum(self.evicted.end[layer], 2.0 * self.query_norm[layer])
-        self.evicted.stretch(layer, end, longest)
+        self.evicted.stretch(layer, end, self._by_query(self.longest[layer]))
         return True
 
     def _needed(self, layer: int, margin: float) -> list[int]:
@@ -588,7 +617,7 @@ class BoundedCache(KeyValueCache):
     def _by_query(self, by_key: Tensor) -> Tensor:
         """[..., Hkv] -> [..., H]."""
         group = self.config.num_heads // self.config.kv_heads
-        return by_key if group == 1 else by_key.repeat_interleave(group, -1)
+        return by_key if group == 1 else by_key[..., None].expand(*by_key.shape, group).flatten(-2)
 
     def report(self) -> CacheReport:
         config, batch = self.config, self.batch_size

@@ -2,6 +2,9 @@
 
 Beside them the cache keeps the largest norm of each block of keys. With that a decoding step under ALiBi finds
 its certified window without a pass over the keys, and reads only the keys that can matter.
+
+While a cache is stepping (`begin_steps`), the device knows how many tokens there are: every step is then the same
+sequence of kernels on the same memory, which a CUDA graph can replay.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from torch import Tensor
 
 from trainshort.models.config import ModelConfig
 from trainshort.ops import attention
-from trainshort.ops.bias import Bias
+from trainshort.ops.bias import NO_BIAS, Bias, KernelBias
+from trainshort.ops.dispatch import takes_kernels, why_not_triton
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
+from trainshort.ops.triton import run as triton_backend
+from trainshort.ops.triton.call import Stored
 from trainshort.ops.values import trust_norms
 
 FIRST_CAPACITY = 256  # of a growing cache
@@ -25,7 +31,7 @@ FIRST_CAPACITY = 256  # of a growing cache
 class KeyValueCache:
     """The cache of one batch: `length` tokens of `batch_size` rows, in every layer.
 
-    capacity: the most tokens it will hold, allocated at once; None: it grows by doubling.
+    capacity: the most tokens it will hold, allocated at once; None: it grows, at least by doubling.
     bounded: hold only the keys that can still matter, in memory that does not grow with the text (bounded.py, which
     has further options: tolerance and on_failure).
     Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
@@ -56,6 +62,7 @@ class KeyValueCache:
         self.capacity = FIRST_CAPACITY if capacity is None else capacity
         self.length = 0
         self.padding: Tensor | None = None  # int64 [B]
+        self.sequences: Tensor | None = None  # int32 [B, 5] while stepping: where each row is, as the kernels read it
         self.batch_size = batch_size
         shape = (batch_size, config.kv_heads, self.capacity, config.width)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -84,8 +91,7 @@ class KeyValueCache:
                 f"the cache holds {self.capacity} tokens: {self.length} are there and {tokens} more do not fit; "
                 "make it larger, or leave capacity out and it grows"
             )
-        while self.capacity < needed:
-            self.capacity *= 2
+        self.capacity = max(2 * self.capacity, -(-needed // BLOCK) * BLOCK)
         for buffers, size in ((self.keys, self.capacity), (self.values, self.capacity), (self.norms, None)):
             blocks = -(-self.capacity // BLOCK)
             for layer, old in enumerate(buffers):
@@ -109,18 +115,33 @@ class KeyValueCache:
 
     def positions(self, tokens: int) -> Tensor:
         """The positions of the next tokens, each in its own text: int64 [B or 1, tokens]. Padding does not count."""
+        if self.sequences is not None:
+            return self.sequences[: 1 if self.padding is None else self.batch_size, 4:].long()
         index = torch.arange(self.length, self.length + tokens, device=self.keys[0].device)[None]
         return index if self.padding is None else (index - self.padding[:, None]).clamp_min(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
         """Attention of the next tokens to all before them and to one another; their keys and values are stored."""
+        if self.sequences is not None:
+            return self._attend_stepping(layer, q, k, v, bias, scale)
         k, v, attention_kwargs = self.append(layer, k, v)
         return attention(q, k, v, bias=bias, causal=True, scale=scale, **attention_kwargs)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Write a layer's new keys and values; returns all of them, and arguments of attention that go with them."""
+        end = self.length + k.shape[2]
+        self._store(layer, k, v)
+        attention_kwargs: dict[str, Any] = {"key_norms": self.norms[layer][:, :, : -(-end // BLOCK)]}
+        if self.padding is not None:
+            attention_kwargs["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end], attention_kwargs
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
         start, end = self.length, self.length + k.shape[2]
         keys, values, norms = self.keys[layer], self.values[layer], self.norms[layer]
+        if k.is_cuda and takes_kernels(keys, k, v):
+            triton_backend.append(k, v, Stored(keys, values, norms), start)
+            return
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
         lengths = norms_above(keys[:, :, start:end].detach())  # as stored: rounding makes half of them longer
@@ -130,14 +151,62 @@ class KeyValueCache:
         else:
             block = torch.arange(start, end, device=k.device) // BLOCK
             norms.scatter_reduce_(2, block.expand_as(lengths), lengths, "amax")
-        attention_kwargs: dict[str, Any] = {"key_norms": norms[:, :, : -(-end // BLOCK)]}
-        if self.padding is not None:
-            attention_kwargs["key_padding_mask"] = torch.arange(end, device=k.device) >= self.padding[:, None]
-        return keys[:, :, :end], values[:, :, :end], attention_kwargs
 
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has appended."""
         self.length += tokens
+        if self.sequences is not None:
+            self.sequences += self._one_more
+
+    # Stepping: one token at a time, at a place that the device knows.
+
+    def why_not_stepping(self) -> str | None:
+        """Why this cache cannot step, in words; None where it can."""
+        reason = why_not_triton(self.keys[0])
+        if reason is not None:
+            return f"attention over its cache runs without the kernels for a GPU: {reason}"
+        device = self.keys[0].device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != self.keys[0].dtype:
+            return f"autocast to {torch.get_autocast_dtype(device)} with a cache of {self.keys[0].dtype}"
+        return None
+
+    def begin_steps(self) -> None:
+        """Tokens come one at a time from now on, and the device counts them too."""
+        first = torch.zeros(self.batch_size, dtype=torch.int64) if self.padding is None else self.padding
+        first = first.to(self.keys[0].device)
+        zero = torch.zeros_like(first)
+        columns = (zero, zero + 1, first, self.length + 1 - first, self.length - first)
+        self.sequences = torch.stack(columns, dim=1).to(torch.int32)
+        self._one_more = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32, device=first.device)
+        self._bias: tuple[Bias | None, KernelBias] | None = None
+
+    def end_steps(self) -> None:
+        """Back to tokens in any number, counted by the host alone."""
+        self.sequences = None
+
+    def failure_flag(self) -> Tensor | None:
+        """On the device: above 0, or NaN, where tokens so far may be wrong. None for caches that forget nothing."""
+        return None
+
+    def heed(self, excess: float) -> bool:
+        """Whether all is well, by what was read of `failure_flag`."""
+        return True
+
+    def rollback(self, tokens: int = 0) -> None:
+        """Take back the last tokens, after a failure."""
+        raise TypeError("only a bounded cache can fail, and go back")
+
+    def _attend_stepping(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float
+    ) -> Tensor:
+        assert self.sequences is not None
+        if q.shape[2] != 1:
+            raise ValueError(f"a stepping cache takes one token at a time, got {q.shape[2]}: call end_steps first")
+        if self._bias is None or self._bias[0] is not bias:  # one for all layers of a step
+            self._bias = bias, KernelBias(NO_BIAS) if bias is None else bias.for_kernels(self.batch_size)
+        stored = Stored(self.keys[layer], self.values[layer], self.norms[layer])
+        triton_backend.append(k, v, stored, sequences=self.sequences)
+        return triton_backend.step(q, stored, self.sequences, self._bias[1], scale)
 
 
 def norms_above(keys: Tensor) -> Tensor:

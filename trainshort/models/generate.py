@@ -1,15 +1,23 @@
-"""Generation: one token after the other, with a cache or without, greedy or sampled."""
+"""Generation: one token after the other, with a cache or without, greedy or sampled.
+
+The prompt is read in large pieces; then come steps of one token, each a call of the model, or on a GPU the replay of
+a CUDA graph (stepping.py). Both give columns of tokens, and one loop hands them on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from trainshort.models.layers import check_mask, require_tokens
+from trainshort.models.sampling import Sampling
+from trainshort.models.stepping import GraphedSteps, Step, Text, warn_eager, why_not_graphed
 from trainshort.ops.threads import one_thread
 
 if TYPE_CHECKING:
@@ -17,7 +25,10 @@ if TYPE_CHECKING:
     from trainshort.models.language_model import LanguageModel
 
 LITTLE = 2**22  # multiplications for a token, below which one thread is as fast as several
-PREFILL = 2048  # tokens of a prompt that are computed at once
+PREFILL = 2048  # tokens of a prompt that are computed at once on a CPU
+PREFILL_ON_GPU = 65536  # the same on a GPU, of all rows together, if they fit
+FEWEST = 256  # of a row, however little memory is free
+ROOM = 4096  # new tokens that there is room for from the start; for more, cache and text grow by doubling
 
 
 @torch.no_grad()
@@ -25,7 +36,7 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     model: LanguageModel,
     tokens: Tensor,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -35,58 +46,99 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     use_cache: bool = True,
     bounded: bool = False,
     on_token: Callable[[Tensor], None] | None = None,
+    cuda_graph: bool | None = None,
 ) -> Tensor:
     """Continue int tokens [B, T] by up to max_new_tokens: [B, T + new].
 
-    temperature: 0 is greedy. top_k, top_p: sample among the most probable tokens only. seed: makes sampling
-    repeatable. stop_tokens: a row ends with one of these, which then fills it up; generation ends when all rows
-    have ended. key_padding_mask: bool [B, T], False for left padding. bounded: with a cache whose memory does not
-    grow with the text (see KeyValueCache). on_token: called with each new column [B].
+    max_new_tokens: None goes on until all rows have ended, or on_token raises. temperature: 0 is greedy. top_k,
+    top_p: sample among the most probable tokens only. seed: makes sampling repeatable. stop_tokens: a row ends with
+    one of these, which then fills it up; generation ends when all rows have ended. key_padding_mask: bool [B, T],
+    False for left padding. bounded: with a cache whose memory does not grow with the text (see KeyValueCache).
+    on_token: called with each new column [B] in order; on a GPU a few steps late.
+    cuda_graph: on a GPU a step is captured and replayed, or a warning says why it can't be; False: never; True:
+    raise rather than warn.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
     if key_padding_mask is not None:
         check_mask(key_padding_mask, tokens)
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(device=tokens.device).manual_seed(seed)
-    batch, length = tokens.shape
-    out = torch.cat((tokens, tokens.new_zeros((batch, max_new_tokens))), dim=1)
-    stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=tokens.device)
-    ended = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    cache = None
-    if bounded:
-        if not use_cache:
-            raise ValueError(
-                "bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out"
-            )
-        cache = model.make_cache(batch, bounded=True)
-    elif use_cache:
-        cache = model.make_cache(batch, length + max_new_tokens)
-    modes = [(module, module.training) for module in model.modules()]  # parts may be frozen, each in its own mode
+    sampling = Sampling(tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_tokens=stop_tokens)
+    count = _most(model, tokens.shape[1], max_new_tokens)
+    text = Text(tokens, ROOM if count is None else min(count, ROOM))
+    if count == 0:
+        return text.tokens
+    if bounded and not use_cache:
+        raise ValueError("bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out")
+    cache = model.make_cache(tokens.shape[0], bounded=bounded) if use_cache else None
+    if cache is not None:
+        cache.reserve(text.length + text.room)
+        if key_padding_mask is not None:
+            cache.pad_left(key_padding_mask)
+    reason = "use_cache=False" if cache is None else why_not_graphed(model, cache)
+    if reason is not None and cuda_graph:
+        raise RuntimeError(f"generate cannot use CUDA graphs: {reason}; leave cuda_graph out and it runs without")
+    if reason is not None and cuda_graph is None and use_cache and tokens.is_cuda:
+        warn_eager(reason)
+    steps = _eager_steps(model, text, cache, sampling, key_padding_mask)
+    if reason is None and cuda_graph is not False and count != 1:
+        assert cache is not None
+        steps = _graphed_steps(model, text, cache, sampling, count, cuda_graph is True)
+    given = 0
+    with _as_written(model), closing(steps):
+        for column, ended in islice(steps, count):
+            given += 1
+            if on_token is not None:
+                on_token(column)
+            if ended:
+                break
+    return text.tokens[:, : tokens.shape[1] + given]
+
+
+Steps = Generator[tuple[Tensor, bool], None, None]  # columns [B], and whether all rows have ended with it
+
+
+def _eager_steps(
+    model: LanguageModel, text: Text, cache: KeyValueCache | None, sampling: Sampling, mask: Tensor | None
+) -> Steps:
+    """One call of the model for each column; the first reads the prompt."""
+    little = cache is not None and _is_little(model, len(text.tokens))
+    reading = True
+    while True:
+        with one_thread() if little and not reading else nullcontext():
+            logits = _next_logits(model, text.tokens, cache, mask)
+            token = sampling.next(logits, text.tokens[:, -1])
+        reading = False
+        yield text.append(token), sampling.stops is not None and bool(sampling.ended.all())
+
+
+def _graphed_steps(
+    model: LanguageModel, text: Text, cache: KeyValueCache, sampling: Sampling, count: int | None, required: bool
+) -> Steps:
+    """The first column as without a graph, which reads the prompt; then replays."""
+    yield next(_eager_steps(model, text, cache, sampling, None))
+    cache.begin_steps()
+    step = Step(model, cache, sampling, text.tokens[:, -1])
+    yield from GraphedSteps(step, text, required).columns(None if count is None else count - 1)
+
+
+@contextmanager
+def _as_written(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and without compiled code, which would be compiled anew for many lengths. Every part gets
+    its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    compiled = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
     try:
         model.eval()
-        little = cache is not None and _is_little(model, batch)
-        for end in range(length, length + max_new_tokens):
-            with one_thread() if little and end > length else nullcontext():
-                logits = _next_logits(model, out[:, :end], cache, key_padding_mask)
-                token = _choose(logits.float(), temperature, top_k, top_p, generator).to(tokens.dtype)
-            out[:, end] = torch.where(ended, out[:, end - 1], token)
-            if on_token is not None:
-                on_token(out[:, end])
-            if len(stop_tokens):
-                ended = ended | torch.isin(out[:, end], stops)
-                if bool(ended.all()):
-                    return out[:, : end + 1]
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
     finally:
         for module, training in modes:
             module.training = training
-    return out
 
 
 def _check(
     model: LanguageModel,
     tokens: Tensor,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
@@ -94,8 +146,8 @@ def _check(
     require_tokens("tokens", tokens)
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.shape[0] == 0:
         raise ValueError(f"tokens must be [batch, length] with at least one token, got shape {list(tokens.shape)}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    if max_new_tokens is not None and max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, or None for no end; got {max_new_tokens}")
     if not temperature >= 0:
         raise ValueError(f"temperature must be at least 0 (0 is greedy), got {temperature}")
     if top_k is not None and top_k < 1:
@@ -103,11 +155,17 @@ def _check(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1] or be None, got {top_p}")
     limit = model.position.max_length
-    if limit is not None and tokens.shape[1] + max_new_tokens > limit + 1:
+    if limit is not None and tokens.shape[1] + (max_new_tokens or 0) > limit + 1:
         raise ValueError(
             f"{model.config.position} positions end at {limit} tokens: a prompt of {tokens.shape[1]} leaves room for "
             f"{max(0, limit + 1 - tokens.shape[1])} new tokens, got max_new_tokens={max_new_tokens}"
         )
+
+
+def _most(model: LanguageModel, length: int, max_new_tokens: int | None) -> int | None:
+    """How many columns may come; None: any number. The last token needs no position: it is not read."""
+    limit = model.position.max_length
+    return limit + 1 - length if max_new_tokens is None and limit is not None else max_new_tokens
 
 
 def _is_little(model: LanguageModel, batch: int) -> bool:
@@ -125,26 +183,26 @@ def _next_logits(model: LanguageModel, tokens: Tensor, cache: KeyValueCache | No
             new = mask.new_ones((mask.shape[0], tokens.shape[1] - mask.shape[1]))
             mask = torch.cat((mask, new), dim=1)
         return model(tokens, key_padding_mask=mask, last_only=True)[:, -1]
-    if cache.length == 0 and mask is not None:
-        cache.pad_left(mask)
+    new = tokens[:, cache.length :]
     logits = None
-    for part in tokens[:, cache.length :].split(PREFILL, dim=1):
+    for part in [new] if new.shape[1] == 1 else new.split(piece_of(model, len(tokens)), dim=1):
         logits = model(part, cache=cache, last_only=True)
     assert logits is not None
     return logits[:, -1]
 
 
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if top_p is not None and top_p < 1:
-        ranked, order = logits.sort(dim=-1, descending=True)
-        before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)  # probability of all that rank higher
-        logits = logits.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+def piece_of(model: LanguageModel, batch: int) -> int:
+    """How many tokens of a row are computed at once when a prompt is read.
+
+    On a GPU PREFILL_ON_GPU of all rows together, or as many as half of the free memory holds: a layer keeps about
+    four vectors of d_model, two of queries, keys and values, and three of the feed-forward layer for each.
+    """
+    weight, config = model.trunk.embedding.weight, model.config
+    if not weight.is_cuda:
+        return PREFILL
+    channels = (config.num_heads + 2 * config.kv_heads) * config.width
+    hidden = config.hidden * (2 if config.gated else 1)
+    size = weight.element_size() * (4 * config.d_model + 2 * channels + 3 * hidden)
+    unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    free = torch.cuda.mem_get_info(weight.device)[0] + unused
+    return max(FEWEST, min(PREFILL_ON_GPU, free // 2 // size) // batch)

@@ -2,14 +2,14 @@
 
     path               backend      takes
     reference          reference    everything; dense
-    sdpa               auto only    attention without a bias, where torch's own kernels compute exactly that
     triton decoding    triton       a few causal queries a row, forward only
+    sdpa               auto only    attention without a bias, where torch's own kernels compute exactly that
     triton             triton       16- and 32-bit CUDA tensors with a head_dim of at most 256
     blocked decoding   blocked      one causal query a row with key_norms, on a CPU, forward only
     blocked            blocked      everything, on any device
 
 The first path of a backend that takes a problem computes it; "auto" tries all but the reference, in this order, and
-Triton only for tensors on a GPU.
+Triton only for tensors on a GPU. Decoding comes before torch's kernels, which plan anew for every number of keys.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def why_not_triton(q: Tensor) -> str | None:
     return None
 
 
+def takes_kernels(*tensors: Tensor) -> bool:
+    """Whether kernels may compute something of these right now, with nobody asking for gradients or a graph."""
+    return why_not_triton(tensors[0]) is None and is_eager(*tensors) and not is_recording(*tensors)
+
+
 def _why_not_triton_decoding(problem: Problem) -> str | None:
     reason = why_not_triton(problem.q)
     if reason is not None:
@@ -147,8 +152,8 @@ def _may_skip_in_kernels(problem: Problem) -> bool:
 
 PATHS = (
     Path("reference", "reference", _nothing_against, _run_reference, _never),
-    Path("sdpa", "", sdpa.why_not, sdpa.attend, _never),
     Path("triton decoding", "triton", _why_not_triton_decoding, _run_triton_decoding, _may_skip_with_norms),
+    Path("sdpa", "", sdpa.why_not, sdpa.attend, _never),
     Path("triton", "triton", lambda problem: why_not_triton(problem.q), _run_triton, _may_skip_in_kernels),
     Path("blocked decoding", "blocked", _why_not_blocked_decoding, _run_blocked_decoding, _may_skip),
     Path("blocked", "blocked", _nothing_against, _run_blocked, _may_skip),

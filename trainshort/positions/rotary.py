@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from trainshort.ops.dispatch import takes_kernels
+from trainshort.ops.triton import run as triton_backend
 from trainshort.positions.position import Position, Shape
 
 
@@ -22,13 +25,24 @@ class Rotary(Position):
         self.head_dim, self.base = shape.head_dim, base
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.head_dim // 2
+        if q.is_cuda and takes_kernels(q, k):
+            return triton_backend.rotate(q, k, positions, _kept_frequencies(self.head_dim // 2, self.base, q.device))
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        steps = torch.arange(half, device=q.device, dtype=dtype) / half
-        angles = positions.to(dtype)[..., None] * torch.exp(-math.log(self.base) * steps)  # [B or 1, T, half]
+        angles = positions.to(dtype)[..., None] * _frequencies(self.head_dim // 2, self.base, q.device, dtype)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [B or 1, 1, T, half]
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         one, two = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1).to(x.dtype)
+
+
+def _frequencies(half: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.exp(-math.log(base) * (torch.arange(half, device=device, dtype=dtype) / half))
+
+
+@cache
+def _kept_frequencies(half: int, base: float, device: torch.device) -> Tensor:
+    """Kept for good: a captured CUDA graph goes on reading them."""
+    with torch.inference_mode(False):
+        return _frequencies(half, base, device, torch.float32)

@@ -59,6 +59,15 @@ class Saved(NamedTuple):
     windows: Tensor
 
 
+class Stored(NamedTuple):
+    """What a layer of a cache keeps, with room for more: keys and values [B, Hkv, capacity, D], and the largest norm
+    of each block of keys, float32 [B, Hkv, blocks]."""
+
+    keys: Tensor
+    values: Tensor
+    norms: Tensor
+
+
 def describe(problem: Problem) -> Call:
     bias = kernel_bias(problem)
     values: Values = {

@@ -16,9 +16,10 @@ import triton
 from torch import Tensor
 
 from trainshort.ops.bias import KernelBias, alibi_slopes
-from trainshort.ops.triton import backward, decode, forward, windows
+from trainshort.ops.problem import BLOCK
+from trainshort.ops.triton import append, backward, decode, forward, rotate, windows
 from trainshort.ops.triton.cache import CACHE
-from trainshort.ops.triton.call import Features
+from trainshort.ops.triton.call import Features, Stored
 from trainshort.ops.triton.driver import Kernel, Slice
 from trainshort.ops.triton.shapes import ROWS, UNIT, blocks_of, layout_of, window_width
 from trainshort.ops.triton.tuning import Tiles, is_hopper, tiles_for
@@ -307,6 +308,53 @@ def decoding_kernels(
         Kernel(decode.split_kernel, (options.splits, kv_heads, batch), values, warps),
         Kernel(decode.join_kernel, (queries, heads, batch), values, warps),
     ]
+
+
+class AppendOptions(NamedTuple):
+    """How many tokens come into a cache, and whether where is told by `SEQ`."""
+
+    tokens: int
+    ragged: bool
+
+
+def append_kernels(k: Tensor, v: Tensor, stored: Stored, options: AppendOptions) -> list[Kernel]:
+    """New keys and values into a cache. Of tensors only the layouts count."""
+    batch, kv_heads, tokens, dim = k.shape
+    rows = min(BLOCK, triton.next_power_of_2(tokens))
+    values = {
+        **strides("k", k),
+        **strides("v", v),
+        **strides("c", stored.keys),
+        "stride_nb": stored.norms.stride(0),
+        "stride_nh": stored.norms.stride(1),
+        "D": dim,
+        "BD": _block_dim(dim),
+        "BN": rows,
+        "RAGGED": options.ragged,
+    }
+    blocks = (tokens + BLOCK - 2) // BLOCK + 1  # that so many tokens can fall into, wherever they begin
+    warps = 1 if rows * dim <= 512 else 4 if dim <= 64 else 8
+    return [Kernel(append.append_kernel, (blocks, kv_heads, batch), values, {"num_warps": warps})]
+
+
+def rotation_kernels(q: Tensor, k: Tensor, out_q: Tensor, out_k: Tensor) -> list[Kernel]:
+    """Rotary embeddings of queries and keys. Of tensors only the layouts count."""
+    batch, heads, tokens, dim = q.shape
+    half = dim // 2
+    columns = triton.next_power_of_2(half)
+    rows = min(triton.next_power_of_2(tokens), max(1, 2048 // columns))
+    values = {
+        **strides("q", q),
+        **strides("k", k),
+        **strides("oq", out_q),
+        **strides("ok", out_k),
+        "H": heads,
+        "HALF": half,
+        "BH": columns,
+        "BM": rows,
+    }
+    grid = (-(-tokens // rows), heads + k.shape[1], batch)
+    return [Kernel(rotate.rotate_kernel, grid, values, {"num_warps": 1 if rows * columns <= 256 else 4})]
 
 
 def _block_dim(dim: int) -> int:

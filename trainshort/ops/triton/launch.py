@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainshort.ops.bias import BUCKET, LINEAR
+from trainshort.ops.bias import BUCKET, LINEAR, KernelBias
 from trainshort.ops.problem import Problem
 from trainshort.ops.triton.cache import CACHE
-from trainshort.ops.triton.call import Call, Saved, Values, describe, kernel_bias, may_skip, numbers_of, sequences_of
-from trainshort.ops.triton.config import Config, DecodingOptions, config_for, decoding_kernels
+from trainshort.ops.triton.call import (
+    Call,
+    Saved,
+    Stored,
+    Values,
+    describe,
+    kernel_bias,
+    may_skip,
+    numbers_of,
+    sequences_of,
+)
+from trainshort.ops.triton.config import (
+    AppendOptions,
+    Config,
+    DecodingOptions,
+    append_kernels,
+    config_for,
+    decoding_kernels,
+    rotation_kernels,
+)
 from trainshort.ops.triton.driver import DirectLaunch, Kernel, Slice, UnsupportedError
 from trainshort.ops.triton.shapes import UNIT, allows_tf32, gradient_of, layout_of, rows_contiguous
 from trainshort.ops.windows import visible_blocks
@@ -158,28 +176,62 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class Decoding(NamedTuple):
+    """A few causal queries a row after cached keys. There is no `Config`: every step has one key more."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: KernelBias
+    norms: Tensor | None  # float32 [B, Hkv, any]: None where no keys are skipped
+    sequences: Tensor | None  # as sequences_of makes them; None: the next two numbers say it for all rows
+    keys: int
+    start: int
+    scale: float
+    tolerance: float
+
+
 def decode(problem: Problem) -> Tensor:
-    """Output like q, for a few causal queries a row, forward only. There is no `Config`, nor a pass over the keys:
-    every step has one key more."""
+    """Output like q, for a few causal queries a row, forward only, without a pass over the keys."""
     q, k, v = (rows_contiguous(t.detach()) for t in (problem.q, problem.k, problem.v))
-    batch, heads, queries, dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    out = torch.empty_like(q)
-    if q.numel() == 0 or keys == 0:
-        return out.zero_()
-    bias, start, sequences = kernel_bias(problem), problem.start, None
-    ragged = problem.key_padding_mask is not None or isinstance(start, Tensor)
-    if ragged:
+    start, sequences, norms = problem.start, None, None
+    if q.numel() == 0 or k.shape[2] == 0:
+        return torch.zeros_like(q)
+    if problem.key_padding_mask is not None or isinstance(start, Tensor):
         sequences, start = sequences_of(problem, start), 0
     assert isinstance(start, int)
-    norms, norm_count, norm_layout = None, 0, None
     if problem.key_norms is not None and may_skip(problem):
         norms = problem.key_norms.detach().float()
         norms = norms[..., None] if norms.dim() == 2 else rows_contiguous(norms)
-        norm_count, norm_layout = norms.shape[2], (norms.stride(), norms.data_ptr() % 16)
+    numbers = numbers_of(problem, start)
+    return run_decoding(
+        Decoding(
+            q,
+            k,
+            v,
+            kernel_bias(problem),
+            norms,
+            sequences,
+            k.shape[2],
+            int(numbers["start"]),
+            numbers["scale"],
+            problem.tolerance,
+        )
+    )
+
+
+def run_decoding(step: Decoding) -> Tensor:
+    """Output like q."""
+    q, k, v, bias, norms = step.q, step.k, step.v, step.bias, step.norms
+    batch, heads, queries, dim = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty_like(q)
+    norm_count = 0 if norms is None else norms.shape[2]
+    norm_layout = None if norms is None else (norms.stride(), norms.data_ptr() % 16)
     splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
     precision = "tf32" if q.element_size() == 4 and allows_tf32() else "ieee"
-    options = DecodingOptions(ragged, splits, precision, min(1024, triton.next_power_of_2(max(norm_count, 1))))
+    chunk = min(1024, triton.next_power_of_2(max(norm_count, 1)))
+    options = DecodingOptions(step.sequences is not None, splits, precision, chunk)
     # Not the number of keys, which is another one at every step.
     layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
     key = ("decode", layout, norm_layout, bias.kind, bias.by_row, bias.max_distance, options, q.dtype, q.device)
@@ -187,7 +239,6 @@ def decode(problem: Problem) -> Tensor:
     if launch is None:
         kernels = decoding_kernels(q, k, v, out, norms, bias, options)
         launch = CACHE.put(key, Launch(kernels, {}))
-    numbers = numbers_of(problem, start)
     values: Values = {
         "Q": q,
         "K": k,
@@ -198,15 +249,46 @@ def decode(problem: Problem) -> Tensor:
         "SLOPES": bias.slopes,
         "LINE": bias.line,
         "NORMS": norms,
-        "SEQ": sequences,
+        "SEQ": step.sequences,
         "norm_count": norm_count,
-        "Tk": keys,
-        "start": numbers["start"],
-        "scale": numbers["scale"],
-        "budget": 0.0 if norms is None else -math.log(problem.tolerance),
+        "Tk": step.keys,
+        "start": step.start,
+        "scale": step.scale,
+        "budget": 0.0 if norms is None else -math.log(step.tolerance),
     }
     launch.run(values)
     return out
+
+
+def append(k: Tensor, v: Tensor, stored: Stored, start: int, sequences: Tensor | None) -> None:
+    """Write new keys and values into a cache from `start` on, or where the next query of `sequences` stands, and
+    raise the norms of their blocks."""
+    if k.numel() == 0:
+        return
+    k, v = rows_contiguous(k.detach()), rows_contiguous(v.detach())
+    tensors = (k, v, *stored)
+    options = AppendOptions(k.shape[2], sequences is not None)
+    layout = tuple((t.stride(), t.data_ptr() % 16, t.dtype) for t in tensors)
+    key = ("append", k.shape, layout, options.ragged, k.device)
+    launch = CACHE.get(key) or CACHE.put(key, Launch(append_kernels(k, v, stored, options), {}))
+    names = ("K", "V", "KEYS", "VALUES", "NORMS")
+    launch.run({**dict(zip(names, tensors, strict=True)), "SEQ": sequences, "start": start, "tokens": options.tokens})
+
+
+def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, heads, T, D] turned by positions int64 [B or 1, T] x frequencies float32 [D / 2]."""
+    q, k, positions = rows_contiguous(q.detach()), rows_contiguous(k.detach()), positions.contiguous()
+    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+    if q.numel() == 0:
+        return out_q, out_k
+    layout = tuple((t.stride(), t.data_ptr() % 16) for t in (q, k, positions))
+    key = ("rotate", q.shape, k.shape, layout, q.dtype, positions.dtype, q.device)
+    launch = CACHE.get(key) or CACHE.put(key, Launch(rotation_kernels(q, k, out_q, out_k), {}))
+    launch.run({
+        "Q": q, "K": k, "OUT_Q": out_q, "OUT_K": out_k, "POSITIONS": positions, "FREQUENCIES": frequencies,
+        "T": q.shape[2], "stride_position": 0 if positions.shape[0] == 1 else q.shape[2],
+    })  # fmt: skip
+    return out_q, out_k
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:

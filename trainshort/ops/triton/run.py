@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import Bias, LinearBias
-from trainshort.ops.problem import Problem
+from trainshort.ops.bias import LINEAR, Bias, KernelBias, LinearBias
+from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.tracing import is_eager, is_recording, no_double_backward, no_vmap
 from trainshort.ops.triton.cache import CACHE
-from trainshort.ops.triton.call import Call, Saved, Values, describe, may_skip
-from trainshort.ops.triton.shapes import allows_tf32, borders_of, layout_of, rows_contiguous, window_room
+from trainshort.ops.triton.call import Call, Saved, Stored, Values, describe, may_skip
+from trainshort.ops.triton.shapes import allows_tf32, borders_of, can_skip, layout_of, rows_contiguous, window_room
 from trainshort.ops.values import check_values, require_positive
 
 if TYPE_CHECKING:
@@ -84,6 +84,42 @@ def decode(problem: Problem) -> Tensor:
     check_values(problem)
     with on_device(problem.q):
         return launch.decode(problem)
+
+
+def append(k: Tensor, v: Tensor, stored: Stored, start: int = 0, sequences: Tensor | None = None) -> None:
+    """Write new keys and values [B, Hkv, T, D] into a layer of a cache, and raise the norms of their blocks: from
+    `start` on, or where the next query of each row stands (`sequences`, as `step` has them)."""
+    from trainshort.ops.triton import launch
+
+    with on_device(k):
+        launch.append(k, v, stored, start, sequences)
+
+
+def step(q: Tensor, stored: Stored, sequences: Tensor, bias: KernelBias, scale: float) -> Tensor:
+    """Attention of one query a row to the keys of a cache, whose number only the device knows: like q.
+
+    sequences: int32 [B, 5], for each row 0, 1, its first key, its keys with the query's own, and the position of the
+    query counted from the first key. Tolerance is the default; values are not checked.
+    """
+    from trainshort.ops.triton import launch
+
+    tolerance = DEFAULT_TOLERANCE[q.dtype]
+    norms = stored.norms if bias.kind == LINEAR and can_skip(tolerance) else None
+    keys, values, length = stored.keys, stored.values, stored.keys.shape[2]
+    with on_device(q):
+        return launch.run_decoding(
+            launch.Decoding(
+                rows_contiguous(q.detach()), keys, values, bias, norms, sequences, length, 0, scale, tolerance
+            )
+        )
+
+
+def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embeddings, forward only: q and k [B, heads, T, D], positions int64 [B or 1, T], float32 [D / 2]."""
+    from trainshort.ops.triton import launch
+
+    with on_device(q):
+        return launch.rotate(q, k, positions, frequencies)
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
