@@ -163,3 +163,25 @@ def test_a_prompt_into_a_cache(compiled: list[Any], dim: int, dtype: torch.dtype
     run.append(k, k, Stored(*(torch.zeros(2, 2, 5000, dim, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40)))
     run.rotate(k, k, torch.zeros(1, 300, dtype=torch.int64), torch.ones(dim // 2))
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_of_a_bounded_cache(compiled: list[Any], padded: bool, dtype: torch.dtype) -> None:
+    from trainshort.ops.ring_step import RingStep
+    from trainshort.ops.rings import Rings
+    from trainshort.ops.triton import ring_step
+
+    q, k = torch.zeros(2, 4, 128, dtype=dtype), torch.zeros(2, 2, 128, dtype=dtype)
+    rings = Rings(k, [256, 1024], [0, 0])
+    by_head = {name: torch.zeros(2, dtype=torch.int64) for name in ("capacity", "first", "offset")}
+    by_row = {name: torch.zeros(2, 2) for name in ("longest", "before")} | {
+        n: torch.zeros(2, 4) for n in ("x", "lse")
+    }
+    step = RingStep(
+        rings=rings, slopes=ts.alibi_slopes(4), scale=0.1, tolerance=2.0**-15, center=torch.zeros(2, 2, 128),
+        place=torch.zeros(1, dtype=torch.int64), padding=torch.zeros(2, dtype=torch.int64) if padded else None,
+        **by_head, **by_row,
+    )  # fmt: skip
+    ring_step.attend(q, k, k, step)
+    assert len(compiled) == 3

@@ -619,6 +619,13 @@ class BoundedCache(KeyValueCache):
         group = self.config.num_heads // self.config.kv_heads
         return by_key if group == 1 else by_key[..., None].expand(*by_key.shape, group).flatten(-2)
 
+    def tensors(self) -> list[Tensor]:
+        """All that is kept from token to token, but for the text."""
+        kept = [self.place, self.center, self.center_norm, self.longest, self.excess, self.query_norm, self.demand]
+        kept += [self.step_norm, self.step_lse, self.step_evicted]
+        kept += [buffer for rings in self.rings for buffer in (rings.keys, rings.values, rings.norms)]
+        return kept if self.evicted is None else [*kept, self.evicted.table, self.evicted.end]
+
     def report(self) -> CacheReport:
         config, batch = self.config, self.batch_size
         real = batch * self.length - (0 if self.padding is None else int(self.padding.sum()))
@@ -630,11 +637,7 @@ class BoundedCache(KeyValueCache):
                 evicted += heads * lost
                 kept += heads * (real - lost)
         keys = real * config.num_layers * config.kv_heads
-        tensors = (self.center, self.center_norm, self.longest, self.excess, self.query_norm, self.demand)
-        steps = (self.step_norm, self.step_lse, self.step_evicted)
-        nbytes = sum(tensor.nbytes for tensor in (*tensors, *steps)) + sum(rings.nbytes for rings in self.rings)
-        if self.evicted is not None and self.lines is not None:
-            nbytes += self.evicted.table.nbytes + self.evicted.end.nbytes + self.lines.nbytes
+        nbytes = sum(tensor.nbytes for tensor in self.tensors()) + (0 if self.lines is None else self.lines.nbytes)
         return CacheReport(
             tokens=self.length,
             nbytes=nbytes,

@@ -73,10 +73,6 @@ class Rings:
             self.values = torch.zeros_like(self.keys)
             self.norms = torch.zeros((like.shape[0], slots), dtype=torch.float32, device=like.device)
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.norms.nbytes
-
     def slots_of(self, buffer: Tensor, run: Run) -> Tensor:
         """[B, heads, C, ...]: a run's part of keys, values or norms."""
         return buffer[:, run.slots].unflatten(1, (-1, run.capacity))

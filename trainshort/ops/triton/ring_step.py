@@ -13,10 +13,9 @@ import triton
 from torch import Tensor
 
 from trainshort.ops.ring_step import RingStep
-from trainshort.ops.triton import ring
+from trainshort.ops.triton import launch, ring
 from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.driver import Kernel
-from trainshort.ops.triton.launch import MOST_SPLITS, PROGRAMS, Launch
 from trainshort.ops.triton.run import on_device
 from trainshort.ops.triton.shapes import rows_contiguous
 
@@ -26,7 +25,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep) -> Tensor:
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     batch, heads, dim = q.shape
     kv_heads, slots = k.shape[1], step.rings.keys.shape[1]
-    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
+    splits = min(launch.MOST_SPLITS, triton.next_power_of_2(max(1, -(-launch.PROGRAMS // (batch * kv_heads)))))
     padded = step.padding is not None
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
     values = {
@@ -42,11 +41,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep) -> Tensor:
     # Slices of one tensor for all layers begin anywhere: kernels are compiled for where in 16 bytes that is.
     aligned = tuple(value.data_ptr() % 16 == 0 for value in values.values() if isinstance(value, Tensor))
     key = ("ring", q.shape, kv_heads, q.stride(), k.stride(), v.stride(), aligned, splits, padded, q.dtype, q.device)
-    launch = CACHE.get(key)
-    if launch is None:
-        launch = CACHE.put(key, Launch(_kernels(q, k, v, splits, padded), {}))
+    kernels = CACHE.get(key)
+    if kernels is None:
+        kernels = CACHE.put(key, launch.Launch(_kernels(q, k, v, splits, padded), {}))
     with on_device(q):
-        launch.run(values)
+        kernels.run(values)
     return out
 
 
