@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainshort.models.alibi_transformer import ALiBiConfig, ALiBiTransformer
+from trainshort.models.bounded import BoundedCacheError
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.checkpoints import load, save
 from trainshort.models.config import ModelConfig
@@ -13,6 +14,7 @@ from trainshort.models.layers import CrossAttention
 __all__ = [
     "ALiBiConfig",
     "ALiBiTransformer",
+    "BoundedCacheError",
     "CrossAttention",
     "Encoder",
     "KeyValueCache",
