@@ -2,9 +2,9 @@
 
     python benchmarks/bounded.py [--device cuda] [--tokens 32768] [--train 300] [--out results.json]
 
-One text, the Python library's own source as bytes, is fed to three caches side by side: one that holds and visits every
-key (tolerance 0), the ordinary one, and a bounded one. Most of it goes in pieces, the end one token at a time. Once with
-random weights and once after some training on the same source: random weights flatter every bound.
+One text, the Python library's own source as bytes, is fed to three caches side by side: one that holds and visits
+every key (tolerance 0), the ordinary one, and a bounded one. Most of it goes in pieces, the end one token at a time.
+Once with random weights and once after some training on the same source: random weights flatter every bound.
 """
 
 from __future__ import annotations

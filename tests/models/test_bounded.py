@@ -409,6 +409,24 @@ def test_rings_grow_before_certificates_fail() -> None:
     )
 
 
+def test_close_certificates_enlarge_rings_once() -> None:
+    """Rings grow by a quarter where a certificate holds by little, and not again before that could show."""
+    text = Given(1500, batch=1)
+    cache = text.cache(tolerance=1e-3)
+    text.attend(cache, [200] + [1] * 200)
+    before = cache.report().capacities
+    for _ in range(4):
+        cache.excess.fill_(-0.5)
+        text.attend(cache, [1] * 2, start=400)
+        cache._adapt()
+    after = cache.report().capacities
+    growth = [
+        new / old for news, olds in zip(after, before, strict=True) for new, old in zip(news, olds, strict=True)
+    ]
+    assert min(growth) > 1.0
+    assert max(growth) < 1.6
+
+
 def test_left_padding() -> None:
     model = language_model(num_kv_heads=2, **STEEP)
     rows = [random_tokens(1, length, seed=length)[0] for length in (300, 150, 20, 1)]

@@ -124,9 +124,7 @@ class BoundedCache(KeyValueCache):
         like = torch.empty((batch, config.width), dtype=self.dtype, device=self.device)
         with torch.inference_mode(False):
             self.length = 0
-            self.place = torch.zeros(
-                1, dtype=torch.int64, device=self.device
-            )  # `length`, where captured graphs see it
+            self.place = torch.zeros(1, dtype=torch.int64, device=self.device)  # `length`, for captured graphs
             self.rings = [Rings(like, [FIRST_CAPACITY] * kv_heads, [0] * kv_heads) for _ in range(layers)]
             self.targets: list[list[int] | None] = [None] * layers  # None: not settled
             self.center = torch.zeros((layers, batch, kv_heads, config.width), dtype=dtype, device=self.device)
@@ -217,6 +215,8 @@ class BoundedCache(KeyValueCache):
         self.reserve(tokens.shape[1])
         out = self._computed(tokens, compute)
         self.whole = not self.failed()
+        if self.whole and tokens.shape[1] > 1:
+            self.excess.fill_(-math.inf)  # from here on it tells of what comes next
         return out if self.whole else None
 
     def _again(self, tokens: Tensor, compute: Compute) -> Tensor | None:
@@ -269,7 +269,7 @@ class BoundedCache(KeyValueCache):
         with torch.inference_mode(False):
             text = torch.zeros((self.batch_size, size), dtype=torch.int32, device=self.device)
         text[:, : self.text.shape[1]] = self.text
-        self.text = text
+        self.text, self.capacity = text, min(self.full_at, size)
 
     def rollback(self, tokens: int = 0) -> None:
         """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.
@@ -306,15 +306,15 @@ class BoundedCache(KeyValueCache):
         """Make room for so many steps of one token, in which all stays where it is; or for the text of a piece."""
         end = self.length + tokens
         self._reserve_text(end)
-        stepping = self.deferred or tokens == 1
-        if stepping and end > self.adapted + ADAPT and (end > self.capacity or not self.deferred):
+        if not self.deferred and tokens != 1:
+            return
+        if end > self.adapted + ADAPT and (end > self.capacity or not self.deferred):
             self.adapted = end
             self._adapt()
-        if stepping and end > self.full_at:
+        if end > self.full_at:
             for layer, rings in enumerate(self.rings):
                 self._keep(layer, [rings.span(run, self.length) for run in rings.runs], tokens)
             self._laid_out()
-        self.capacity = min(self.full_at, self.text.shape[1])
 
     def pad_left(self, key_padding_mask: Tensor) -> None:
         super().pad_left(key_padding_mask)
@@ -339,6 +339,8 @@ class BoundedCache(KeyValueCache):
             raise RuntimeError("a bounded cache is forward only: call the model under torch.no_grad()")
         self._check_bias(bias)
         dtype = q.dtype
+        if q.shape[2] == 0:
+            return q
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
             if q.shape[2] == 1:
@@ -405,7 +407,8 @@ class BoundedCache(KeyValueCache):
         excess = bound - lse + self._slack(x, lse, longest, self._by_query(self.center_norm), capacity)
         self._record(slice(None), excess - math.log(self.tolerance / 2), bound, lse)
         torch.maximum(self.query_norm, x, out=self.query_norm)
-        torch.maximum(self.demand, x * longest - lse, out=self.demand)
+        if self.targets[0] is not None:  # before, nothing was taken from keys: they are longer than they will be
+            torch.maximum(self.demand, x * longest - lse, out=self.demand)
 
     # Pieces of a text.
 
@@ -570,6 +573,7 @@ class BoundedCache(KeyValueCache):
         changed = [targets is not None and self._adapt_layer(layer) for layer, targets in enumerate(self.targets)]
         if any(changed):
             self._laid_out()
+        self.capacity = min(self.full_at, self.text.shape[1])
         if not self.failed():
             self.excess.fill_(-math.inf)  # from here on it tells of what comes next
 
@@ -578,13 +582,16 @@ class BoundedCache(KeyValueCache):
         targets = self.targets[layer]
         assert targets is not None
         assert self.evicted is not None
-        close = (self.excess[layer] > -CLOSE).unflatten(1, (self.config.kv_heads, -1)).any(2).any(0).tolist()
+        near = (self.excess[layer] > -CLOSE).unflatten(1, (self.config.kv_heads, -1)).any(2).any(0).tolist()
+        rings = self.rings[layer]
+        close = [
+            near[head] and capacity == targets[head] and self.length >= rings.first[head] + capacity
+            for head, capacity in enumerate(rings.capacities)  # not those that have just become larger
+        ]
         least, wanted = self._needed(layer, LEAST_MARGIN), self._needed(layer, self.margin)
         larger = [
-            max(target, want, -(-target * 5 // 4 // BLOCK) * BLOCK if near else 0)
-            if near or need > target
-            else target
-            for target, need, want, near in zip(targets, least, wanted, close, strict=True)
+            max(target, want if need > target else 0, -(-target * 5 // 4 // BLOCK) * BLOCK if grow else 0)
+            for target, need, want, grow in zip(targets, least, wanted, close, strict=True)
         ]
         if larger == targets:
             return False
