@@ -12,7 +12,7 @@ from torch import Tensor
 import trainshort as ts
 from tests.models.small import language_model, left_padded, random_tokens
 from tests.models.test_bounded import STEEP, startling_model, startling_text
-from trainshort.models import bounded
+from trainshort.models import bounded_keys, ring_sizes
 from trainshort.models.bounded import BoundedCache
 
 WIDE: dict[str, Any] = {"d_model": 128, "num_heads": 4, **STEEP}
@@ -20,9 +20,10 @@ WIDE: dict[str, Any] = {"d_model": 128, "num_heads": 4, **STEEP}
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "FIRST_CAPACITY", 32)
-    monkeypatch.setattr(bounded, "SETTLE", 96)
-    monkeypatch.setattr(bounded, "BLOCK", 8)
+    monkeypatch.setattr(bounded_keys, "FIRST_CAPACITY", 32)
+    monkeypatch.setattr(bounded_keys, "SETTLE", 96)
+    for module in (bounded_keys, ring_sizes):
+        monkeypatch.setattr(module, "BLOCK", 8)
 
 
 def feed(model: ts.LanguageModel, tokens: Tensor, sizes: list[int], cache: Any, **first: Any) -> Tensor:

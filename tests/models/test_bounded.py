@@ -15,8 +15,8 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.models.small import VOCABULARY, language_model, left_padded, random_tokens, small_config
-from trainshort.models import bounded
-from trainshort.models.bounded import BoundedCache, BoundedCacheError
+from trainshort.models import bounded_keys, ring_sizes
+from trainshort.models.bounded import BoundedCache
 from trainshort.ops.threads import one_thread
 
 SLOPES = [1.0, 0.5, 0.3, 0.2]
@@ -26,9 +26,10 @@ STEEP: dict[str, Any] = {"position_options": {"slopes": SLOPES}}
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caches settle after 96 tokens instead of 1024, in one thread: there is little to do in each step."""
-    monkeypatch.setattr(bounded, "FIRST_CAPACITY", 32)
-    monkeypatch.setattr(bounded, "SETTLE", 96)
-    monkeypatch.setattr(bounded, "BLOCK", 8)
+    monkeypatch.setattr(bounded_keys, "FIRST_CAPACITY", 32)
+    monkeypatch.setattr(bounded_keys, "SETTLE", 96)
+    for module in (bounded_keys, ring_sizes):
+        monkeypatch.setattr(module, "BLOCK", 8)
     with one_thread():
         yield
 
@@ -142,7 +143,7 @@ def test_outputs_are_within_the_bound(
 
 def test_what_is_evicted_is_what_the_certificate_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries along their keys make Cauchy-Schwarz an equation: the certificate claims what is lost, little more."""
-    monkeypatch.setattr(bounded, "_center", lambda keys, real: keys.new_zeros(keys[:, :, 0].shape))
+    monkeypatch.setattr(bounded_keys, "_center", lambda keys, real: keys.new_zeros(keys[:, :, 0].shape))
     tolerance, text = 0.05, Given(700, batch=1)
     text.k[:] = 0.0
     text.k[..., 0] = 0.5 * torch.arange(700).remainder(2) + 0.5  # lengths 0.5 and 1, all along the first axis
@@ -152,14 +153,14 @@ def test_what_is_evicted_is_what_the_certificate_allows(monkeypatch: pytest.Monk
     text.attend(cache, [200] + [1] * 500)
     assert not cache.failed()
     weights = text.weights()
-    for layer, rings in enumerate(cache.rings):
+    for layer, rings in enumerate(cache.held.rings):
         for head in range(HEADS):
             lost = 0.0
             for last in (698, 699):  # after a short key and after a long one
                 low = max(0, last + 1 - rings.capacities[head // 2])
                 gone = float(weights[layer, 0, head, last, :low].sum())
                 lost = max(lost, gone / (1.0 - gone))
-            claimed = tolerance / 2 * math.exp(float(cache.excess[layer, 0, head]))
+            claimed = tolerance / 2 * math.exp(float(cache.held.excess[layer, 0, head]))
             assert lost <= claimed <= 1.02 * lost
 
 
@@ -211,7 +212,7 @@ def test_numbers_that_are_none_are_never_certified(bad: float, where: str) -> No
         try:
             text.attend(cache, sizes)
             text.attend(cache, [100], start=0)  # whatever comes next
-        except BoundedCacheError:
+        except ts.BoundedCacheError:
             refused = True
         assert refused or cache.failed()
 
@@ -227,7 +228,7 @@ def test_the_rounding_that_settings_allow_is_paid_for() -> None:
             text.attend(cache, [200] + [1] * 100)
         finally:
             matmul.fp32_precision = before
-        excess.append(cache.excess)
+        excess.append(cache.held.excess)
     assert bool((excess[1] > excess[0] + 0.01).all())
 
 
@@ -348,7 +349,7 @@ def test_it_raises_if_told_to_and_recovers() -> None:
     model, tokens = startling_model(), startling_text(600)
     cache = bounded_cache(model, 1, tolerance=1e-4, on_failure="raise")
     in_pieces(model, tokens[:, :500], [500], cache)
-    with pytest.raises(BoundedCacheError, match="after 500 tokens evicted keys could hold more"):
+    with pytest.raises(ts.BoundedCacheError, match="after 500 tokens evicted keys could hold more"):
         in_pieces(model, tokens[:, 500:], [100], cache)
     found = in_pieces(model, tokens[:, 500:], [100], cache)  # the text runs again, with more memory
     with torch.no_grad():
@@ -416,9 +417,9 @@ def test_close_certificates_enlarge_rings_once() -> None:
     text.attend(cache, [200] + [1] * 200)
     before = cache.report().capacities
     for _ in range(4):
-        cache.excess.fill_(-0.5)
+        cache.held.excess.fill_(-0.5)
         text.attend(cache, [1] * 2, start=400)
-        cache._adapt()
+        cache.held.adapt(cache.length)
     after = cache.report().capacities
     growth = [
         new / old for news, olds in zip(after, before, strict=True) for new, old in zip(news, olds, strict=True)

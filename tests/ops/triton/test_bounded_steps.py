@@ -15,7 +15,7 @@ import trainshort as ts
 from tests.models.small import language_model, left_padded, random_tokens
 from tests.models.test_bounded import STARTLING, startling_model, startling_text
 from tests.ops.triton.test_stepping import FakeGraph, pretending  # noqa: F401  a fixture
-from trainshort.models import bounded
+from trainshort.models import bounded_keys, ring_sizes
 from trainshort.models.bounded import BoundedCache
 from trainshort.models.sampling import Sampling
 
@@ -27,12 +27,13 @@ def graphs(pretending: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> type
     def state(self: FakeGraph) -> list[Tensor]:
         cache = self.step.cache
         assert isinstance(cache, BoundedCache)
-        return [*cache.tensors(), cache.text, self.step.token, self.step.going, self.step.sampling.ended]
+        return [*cache.held.tensors(), cache.text, self.step.token, self.step.going, self.step.sampling.ended]
 
     monkeypatch.setattr(FakeGraph, "_state", state)
-    monkeypatch.setattr(bounded, "FIRST_CAPACITY", 32)
-    monkeypatch.setattr(bounded, "SETTLE", 96)
-    monkeypatch.setattr(bounded, "BLOCK", 8)
+    monkeypatch.setattr(bounded_keys, "FIRST_CAPACITY", 32)
+    monkeypatch.setattr(bounded_keys, "SETTLE", 96)
+    for module in (bounded_keys, ring_sizes):
+        monkeypatch.setattr(module, "BLOCK", 8)
     return pretending
 
 
@@ -72,7 +73,7 @@ def test_steps_whose_certificates_fail_are_taken_back(
     def keep(*arguments: Any, **changes: Any) -> Any:
         cache = make(*arguments, **changes)
         if isinstance(cache, BoundedCache):
-            cache.tolerance = 1e-4
+            cache.sizes.tolerance = 1e-4
             caches.append(cache)
         return cache
 
