@@ -61,7 +61,7 @@ class Given:
 
     def __init__(self, length: int, *, batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.length, self.batch, self.dtype = length, batch, dtype
+        self.length, self.batch, self.dtype, self.scale = length, batch, dtype, WIDTH**-0.5
         self.slopes = torch.tensor(SLOPES)
         self.q, self.k, self.v = (
             torch.randn((LAYERS, batch, heads, length, WIDTH), generator=generator, dtype=torch.float64).to(dtype)
@@ -89,7 +89,7 @@ class Given:
                             self.k[layer, :, :, part],
                             self.v[layer, :, :, part],
                             bias=bias,
-                            scale=WIDTH**-0.5,
+                            scale=self.scale,
                         )
                         for layer in range(LAYERS)
                     ]
@@ -164,6 +164,50 @@ def test_what_is_evicted_is_what_the_certificate_allows(monkeypatch: pytest.Monk
             assert lost <= claimed <= 1.02 * lost
 
 
+@pytest.mark.parametrize("common", [0.0, 3.0])
+def test_the_excess_is_that_of_the_proof(common: float) -> None:
+    """Of every call: what evicted keys could weigh by their norms, against what the others do, both in float64."""
+    tolerance, text = 0.1, Given(420, batch=1, seed=3)
+    text.k = text.k / torch.linalg.vector_norm(text.k, dim=-1, keepdim=True) + common  # norms alike: chords are tight
+    cache, start, seen = text.cache(tolerance=tolerance), 0, 0
+    for size in [110, 1, 1, 40, 60] + [1] * 88 + [120]:
+        held = cache.held
+        rings = None if held is None else list(held.rings)
+        text.attend(cache, [size], start=start)
+        held = cache.held
+        assert held is not None
+        center = held.center[:, 0].clone()
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                run = next(run for run in (rings or held.rings)[layer].runs if head // 2 < run.heads.stop)
+                low = run.low(start + (1 if size == 1 else 0)) if rings is not None else 0
+                expected = largest_excess(
+                    text, layer, head, range(start, start + size), low, center[layer, head // 2]
+                )
+                found = float(held.excess[layer, 0, head]) + math.log(tolerance / 2)
+                if low == 0:
+                    assert found == -math.inf
+                else:
+                    seen += 1
+                    assert expected - 1e-9 <= found <= expected + 0.05
+        held.excess.fill_(-math.inf)
+        start += size
+    assert seen > 400
+
+
+def largest_excess(text: Given, layer: int, head: int, queries: range, low: int, center: Tensor) -> float:
+    """Over these queries, of evicted keys, those before `low`, by their norms, over all others."""
+    k = text.k[layer, 0, head // 2] - center
+    worst = -math.inf
+    for p in queries:
+        q, distance = text.q[layer, 0, head, p], p - torch.arange(p + 1)
+        bias = -float(text.slopes[head]) * distance
+        bound = torch.linalg.vector_norm(q) * text.scale * torch.linalg.vector_norm(k[:low], dim=-1) + bias[:low]
+        scores = (k[: p + 1] @ q) * text.scale + bias
+        worst = max(worst, float(torch.logsumexp(bound, 0) - torch.logsumexp(scores[low:], 0)))
+    return worst
+
+
 def test_float32_and_half_are_within_the_bound_and_rounding() -> None:
     for dtype, rounding in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)):
         text = Given(400, dtype=dtype)
@@ -215,6 +259,18 @@ def test_numbers_that_are_none_are_never_certified(bad: float, where: str) -> No
         except ts.BoundedCacheError:
             refused = True
         assert refused or cache.failed()
+
+
+def test_scores_beyond_float32_are_never_certified() -> None:
+    """Norms are finite, but their product is not."""
+    text = Given(300, dtype=torch.float32)
+    text.scale = 1e-10
+    cache = text.cache(tolerance=1e-3)
+    text.attend(cache, [299])
+    text.q[:, :, :, 299] = text.k[:, :, :, 299].repeat_interleave(2, 2) * 1e12
+    text.scale = 1e30
+    text.attend(cache, [1], start=299)
+    assert cache.failed()
 
 
 def test_the_rounding_that_settings_allow_is_paid_for() -> None:
