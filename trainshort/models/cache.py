@@ -164,7 +164,7 @@ class KeyValueCache:
 
     def end_steps(self) -> None:
         """Back to tokens in any number, counted by the host alone."""
-        self.sequences = None
+        self.sequences = self._bias = None
 
     def _attend_stepping(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float
