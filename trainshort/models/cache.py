@@ -182,7 +182,7 @@ class KeyValueCache:
 
     def end_steps(self) -> None:
         """Back to tokens in any number, counted by the host alone."""
-        self.sequences = None
+        self.sequences = self._bias = None
 
     def failure_flag(self) -> Tensor | None:
         """On the device: above 0, or NaN, where tokens so far may be wrong. None for caches that forget nothing."""
