@@ -21,6 +21,7 @@ _HOMES = {
     "Encoder": "trainshort.models",
     "CrossAttention": "trainshort.models",
     "KeyValueCache": "trainshort.models",
+    "BoundedCacheError": "trainshort.models",
     "ALiBiConfig": "trainshort.models",
     "ALiBiTransformer": "trainshort.models",
     "linear_cross_entropy": "trainshort.models",
@@ -33,6 +34,7 @@ __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll
 if TYPE_CHECKING:
     from trainshort.models import ALiBiConfig as ALiBiConfig
     from trainshort.models import ALiBiTransformer as ALiBiTransformer
+    from trainshort.models import BoundedCacheError as BoundedCacheError
     from trainshort.models import CrossAttention as CrossAttention
     from trainshort.models import Encoder as Encoder
     from trainshort.models import KeyValueCache as KeyValueCache

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.cli.run_cli import run_cli
-from trainshort.cli.generate import Stream
+from trainshort.cli.generate import Shown, Stream
 from trainshort.cli.main import main
+from trainshort.cli.stopping import Terminated
+from trainshort.data.tokenizer import ByteTokenizer
 
 Capture = pytest.CaptureFixture[str]
 
@@ -121,6 +125,62 @@ def test_bytes_that_never_become_a_character_hold_nothing_up() -> None:
     stream = Stream(lambda tokens: bytes(tokens).decode("utf-8", errors="replace"))
     text = "".join([stream.add(byte) for byte in b"a\xffb\xc3c"]) + stream.rest()
     assert text == b"a\xffb\xc3c".decode("utf-8", errors="replace")
+
+
+def test_a_long_text_is_decoded_a_short_tail_at_a_time() -> None:
+    longest = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    for data in ("aé…b\N{GRINNING FACE}".encode() * 50, b"\xff" * 300, b"\xe2\x80" * 200):
+        stream = Stream(decode)
+        text = "".join([stream.add(byte) for byte in data]) + stream.rest()
+        assert text == data.decode("utf-8", errors="replace")
+    assert longest <= 20
+
+
+def test_tokens_that_are_written_otherwise_at_the_start_of_a_text() -> None:
+    """As many tokenizers do it: words carry the space before them, and a text begins without one."""
+    words = ["▁one", "▁two", "th", "▁three"]
+    stream = Stream(lambda tokens: "".join(words[token] for token in tokens).replace("▁", " ").removeprefix(" "))
+    assert "".join([stream.add(token) for token in (0, 1, 2, 3, 1)]) + stream.rest() == "one twoth three two"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated])
+def test_generate_without_end_stops_cleanly(
+    capsys: Capture, run_folder: Path, monkeypatch: pytest.MonkeyPatch, stop: type[KeyboardInterrupt]
+) -> None:
+    """What was written stays, with a newline; one line says how fast it was."""
+    words = ["generate", run_folder, "--prompt", "Line", "--seed", "3"]
+    expected = run_cli(capsys, *words, "--max-new-tokens", 30).out
+    add = Shown.add
+
+    def count(self: Shown, column: Tensor) -> None:
+        add(self, column)
+        if self.count == 30:
+            raise stop
+
+    monkeypatch.setattr(Shown, "add", count)
+    outcome = run_cli(capsys, *words, "--max-new-tokens", "none", "--speed")
+    assert outcome.status == getattr(stop, "status", 130)
+    assert outcome.out == expected
+    assert outcome.error.endswith(" tokens/s, 30 new tokens, 34 in context\n")
+    assert len(outcome.error.splitlines()) == 1
+
+
+def test_texts_stand_apart(capsys: Capture) -> None:
+    shown = Shown("ab", ByteTokenizer())
+    for token in (*b"cd", 256, *b"ef", 256):
+        shown.add(torch.tensor([token]))
+    shown.finish()
+    assert capsys.readouterr().out == "abcd\n\nef\n"
+
+
+def test_generate_says_nothing_but_the_text_to_a_pipe(capsys: Capture, run_folder: Path) -> None:
+    assert run_cli(capsys, "generate", run_folder, "--prompt", "Line", "--max-new-tokens", 5).error == ""
 
 
 @pytest.mark.parametrize(

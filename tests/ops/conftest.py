@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of tests that run
 import pytest
 import torch
 
+from tests.ops.cases import windows_whatever_they_cost
 from tests.ops.triton.interpreter import quick_tiles
 from trainshort.ops import INTERPRETED
 from trainshort.ops.triton import shapes
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             # NumPy warns where the kernels reckon with infinities on purpose.
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+@pytest.fixture(autouse=True)
+def _windows() -> Iterator[None]:
+    with windows_whatever_they_cost():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -189,3 +189,25 @@ def test_linear_layers_of_a_step(compiled: list[Any], rows: int, dtype: torch.dt
     linear(x, weight, norm=Norm("rmsnorm", gain, None, 1e-5), activation="silu")
     linear(x, weight[:1000], residual=torch.zeros(rows, 1000, dtype=dtype))
     assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_of_a_bounded_cache(compiled: list[Any], padded: bool, dtype: torch.dtype) -> None:
+    from trainshort.ops.ring_step import RingStep
+    from trainshort.ops.rings import Rings
+    from trainshort.ops.triton import ring_step
+
+    q, k = torch.zeros(2, 4, 128, dtype=dtype), torch.zeros(2, 2, 128, dtype=dtype)
+    rings = Rings(k, [256, 1024], [0, 0])
+    by_head = {name: torch.zeros(2, dtype=torch.int64) for name in ("capacity", "first", "offset")}
+    by_row = {name: torch.zeros(2, 2) for name in ("longest", "before")} | {
+        n: torch.zeros(2, 4) for n in ("x", "lse")
+    }
+    step = RingStep(
+        rings=rings, slopes=ts.alibi_slopes(4), scale=0.1, tolerance=2.0**-15, center=torch.zeros(2, 2, 128),
+        place=torch.zeros(1, dtype=torch.int64), padding=torch.zeros(2, dtype=torch.int64) if padded else None,
+        **by_head, **by_row,
+    )  # fmt: skip
+    ring_step.attend(q, k, k, step)
+    assert len(compiled) == 3

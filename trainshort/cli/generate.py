@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainshort.cli.errors import INTERRUPTED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainshort.data.tokenizer import Tokenizer
 
 EXAMPLES = """
   trainshort generate runs/alibi-256 --prompt "def main("
   trainshort generate runs/alibi-256 --prompt "Once" --max-new-tokens 2000 --temperature 0.7 --top-p 0.9 --seed 1
+  trainshort generate runs/alibi-256 --prompt "Once" --max-new-tokens none --bounded
   cat start.txt | trainshort generate runs/alibi-256 --prompt -
 """
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST = 8  # tokens that wait for a character: no more than four bytes make one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +34,19 @@ class Flags:
         metadata={"help": "a run, or any folder with a model and a tokenizer.json", "positional": True}
     )
     prompt: str = field(metadata={"help": "the text to continue; - reads it from the standard input"})
-    max_new_tokens: int = field(default=400, metadata={"help": "how many tokens to add at most"})
+    max_new_tokens: int | None = field(
+        default=400, metadata={"help": "how many tokens to add at most; none: one text after another until Ctrl-C"}
+    )
     temperature: float = field(default=0.8, metadata={"help": "0 always takes the most probable token"})
     top_k: int | None = field(default=None, metadata={"help": "choose among this many most probable tokens"})
     top_p: float | None = field(default=None, metadata={"help": "choose among the most probable tokens of this mass"})
     seed: int | None = field(default=None, metadata={"help": "the same seed gives the same text"})
+    bounded: bool = field(
+        default=False, metadata={"help": "keep only the keys that can still matter: constant memory at any length"}
+    )
+    speed: bool | None = field(
+        default=None, metadata={"help": "say at the end how fast it was (default: to a terminal)"}
+    )
     device: str | None = field(
         default=None, metadata={"help": "such as cpu or cuda (default: cuda where there is one)"}
     )
@@ -36,17 +56,27 @@ class Flags:
 
 
 class Stream:
-    """Text from tokens that come one by one: a character is shown when all of its bytes are there."""
+    """Text from tokens that come one by one: a character is shown when all of its bytes are there.
+
+    Only a short tail is ever decoded again: what is pending, after the tokens shown last, because some tokenizers
+    write a token otherwise at the start of a text.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode, self.tokens, self.shown = decode, list[int](), 0
+        self.decode, self.before, self.pending, self.shown = decode, list[int](), list[int](), 0
 
     def add(self, token: int) -> str:
-        self.tokens.append(token)
-        return self._new(self.decode(self.tokens).rstrip("\N{REPLACEMENT CHARACTER}"))
+        self.pending.append(token)
+        text = self.decode(self.before + self.pending)
+        waiting = len(self.pending) <= LONGEST
+        new = self._new(text.rstrip(REPLACEMENT) if waiting else text)
+        if self.shown == len(text) and (new or not waiting):
+            self.before, self.pending = self.pending, []
+            self.shown = len(self.decode(self.before))
+        return new
 
     def rest(self) -> str:
-        return self._new(self.decode(self.tokens))
+        return self._new(self.decode(self.before + self.pending))
 
     def _new(self, text: str) -> str:
         new = text[self.shown :]
@@ -54,7 +84,43 @@ class Stream:
         return new
 
 
-def run(flags: Flags) -> None:
+class Shown:
+    """The prompt and what comes after it, written as it comes."""
+
+    def __init__(self, prompt: str, tokenizer: Tokenizer) -> None:
+        self.prompt, self.tokenizer = prompt, tokenizer
+        self.stream = Stream(tokenizer.decode)
+        self.times: list[float] = []  # of the first token and of the last
+        self.count, self.gap = 0, ""
+
+    def start(self) -> None:
+        print(self.prompt, end="", flush=True)
+
+    def add(self, column: Tensor) -> None:
+        if not self.count:
+            self.start()
+        token = int(column[0])
+        self.times[1:] = [time.monotonic()]
+        self.count += 1
+        if token != self.tokenizer.end_id:
+            print(self.gap + self.stream.add(token), end="", flush=True)
+            self.gap = ""
+        else:
+            self.finish(end="")
+            self.gap = "\n\n"  # before another text, where one comes
+
+    def finish(self, end: str = "\n") -> None:
+        print(self.stream.rest(), end=end, flush=True)
+        self.stream = Stream(self.tokenizer.decode)
+
+    def speed(self, prompt: int) -> str:
+        """Of all tokens but the first, for which the prompt was read."""
+        seconds = self.times[-1] - self.times[0] if self.times else 0.0
+        rate = f"{(self.count - 1) / seconds:,.1f} tokens/s, " if seconds else ""
+        return f"{rate}{self.count:,} new tokens, {prompt + self.count:,} in context"
+
+
+def run(flags: Flags) -> int:
     import torch
 
     from trainshort.common.devices import device_for
@@ -72,25 +138,29 @@ def run(flags: Flags) -> None:
     prompt = tokenizer.encode(text) or ([] if end is None else [end])  # a text begins where another ended
     if not prompt:
         raise ValueError("prompt must not be empty: this tokenizer has no token that a text could begin with")
-    stream = Stream(tokenizer.decode)
+    shown = Shown(text, tokenizer)
     if flags.max_new_tokens == 0:  # there is nothing to wait for
-        print(text, end="", flush=True)
-
-    def show(column: torch.Tensor) -> None:
-        if not stream.tokens:
-            print(text, end="", flush=True)
-        token = int(column[0])
-        if token != end:
-            print(stream.add(token), end="", flush=True)
-
-    model.generate(
-        torch.tensor([prompt], dtype=torch.int64, device=device),
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        seed=flags.seed,
-        stop_tokens=() if end is None else (end,),
-        on_token=show,
-    )
-    print(stream.rest(), flush=True)
+        shown.start()
+    endless = flags.max_new_tokens is None
+    bounded: dict[str, Any] = {"bounded": True} if flags.bounded else {}
+    status = 0
+    try:
+        model.generate(
+            torch.tensor([prompt], dtype=torch.int64, device=device),
+            max_new_tokens=flags.max_new_tokens,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            top_p=flags.top_p,
+            seed=flags.seed,
+            stop_tokens=() if end is None or endless else (end,),
+            on_token=shown.add,
+            **bounded,
+        )
+    except KeyboardInterrupt as stop:
+        if not shown.count:
+            raise
+        status = int(getattr(stop, "status", INTERRUPTED))
+    shown.finish()
+    if flags.speed or (flags.speed is None and sys.stderr.isatty()):
+        print(shown.speed(len(prompt)), file=sys.stderr)
+    return status

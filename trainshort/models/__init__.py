@@ -10,10 +10,12 @@ from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
 from trainshort.models.layers import CrossAttention
 from trainshort.models.loss import linear_cross_entropy
+from trainshort.models.ring_sizes import BoundedCacheError
 
 __all__ = [
     "ALiBiConfig",
     "ALiBiTransformer",
+    "BoundedCacheError",
     "CrossAttention",
     "Encoder",
     "KeyValueCache",

@@ -9,7 +9,8 @@ sequence of kernels on the same memory, which a CUDA graph can replay.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,8 +33,17 @@ class KeyValueCache:
     """The cache of one batch: `length` tokens of `batch_size` rows, in every layer.
 
     capacity: the most tokens it will hold, allocated at once; None: it grows, at least by doubling.
+    bounded: hold only the keys that can still matter, in memory that does not grow with the text (bounded.py, which
+    has further options: tolerance and on_failure).
     Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
     """
+
+    def __new__(cls, *arguments: Any, bounded: bool = False, **options: Any) -> Self:
+        if bounded and cls is KeyValueCache:
+            from trainshort.models.bounded import BoundedCache
+
+            cls = BoundedCache  # type: ignore[assignment]
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class KeyValueCache:
         batch_size: int,
         capacity: int | None = None,
         *,
+        bounded: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -63,6 +74,13 @@ class KeyValueCache:
         self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
         for kept in self.norms:
             trust_norms(kept)
+
+    def feed(self, tokens: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `compute` makes of tokens [B, T] that go on after those here, by calling `attend` in every layer."""
+        self.reserve(tokens.shape[1])
+        out = compute(tokens)
+        self.advance(tokens.shape[1])
+        return out
 
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens."""
@@ -154,9 +172,13 @@ class KeyValueCache:
         return None
 
     @property
+    def is_stepping(self) -> bool:
+        return self.sequences is not None
+
+    @property
     def has_few_rows(self) -> bool:
         """Whether a step has so few rows that linear layers have a kernel for them."""
-        return self.sequences is not None and self.batch_size <= MOST_ROWS and self.keys[0].is_cuda
+        return self.is_stepping and self.batch_size <= MOST_ROWS and self.keys[0].is_cuda
 
     def begin_steps(self) -> None:
         """Tokens come one at a time from now on, and the device counts them too."""
@@ -170,7 +192,19 @@ class KeyValueCache:
 
     def end_steps(self) -> None:
         """Back to tokens in any number, counted by the host alone."""
-        self.sequences = None
+        self.sequences = self._bias = None
+
+    def failure_flag(self) -> Tensor | None:
+        """On the device: above 0, or NaN, where tokens so far may be wrong. None for caches that forget nothing."""
+        return None
+
+    def heed(self, excess: float) -> bool:
+        """Whether all is well, by what was read of `failure_flag`."""
+        return True
+
+    def rollback(self, tokens: int = 0) -> None:
+        """Take back the last tokens, after a failure."""
+        raise TypeError("only a bounded cache can fail, and go back")
 
     def _attend_stepping(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float

@@ -44,6 +44,7 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     stop_tokens: Collection[int] = (),
     key_padding_mask: Tensor | None = None,
     use_cache: bool = True,
+    bounded: bool = False,
     on_token: Callable[[Tensor], None] | None = None,
     cuda_graph: bool | None = None,
 ) -> Tensor:
@@ -52,7 +53,8 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     max_new_tokens: None goes on until all rows have ended, or on_token raises. temperature: 0 is greedy. top_k,
     top_p: sample among the most probable tokens only. seed: makes sampling repeatable. stop_tokens: a row ends with
     one of these, which then fills it up; generation ends when all rows have ended. key_padding_mask: bool [B, T],
-    False for left padding. on_token: called with each new column [B] in order; on a GPU a few steps late.
+    False for left padding. bounded: with a cache whose memory does not grow with the text (see KeyValueCache).
+    on_token: called with each new column [B] in order; on a GPU a few steps late.
     cuda_graph: on a GPU a step is captured and replayed, or a warning says why it can't be; False: never; True:
     raise rather than warn.
     """
@@ -64,7 +66,9 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     text = Text(tokens, ROOM if count is None else min(count, ROOM))
     if count == 0:
         return text.tokens
-    cache = model.make_cache(tokens.shape[0]) if use_cache else None
+    if bounded and not use_cache:
+        raise ValueError("bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out")
+    cache = model.make_cache(tokens.shape[0], bounded=bounded) if use_cache else None
     if cache is not None:
         cache.reserve(text.length + text.room)
         if key_padding_mask is not None:

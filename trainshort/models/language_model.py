@@ -64,10 +64,10 @@ class LanguageModel(Model):
         hidden = self.trunk(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self.head_loss(hidden, targets, ignore_index=ignore_index, reduction=reduction)
 
-    def make_cache(self, batch_size: int, capacity: int | None = None) -> KeyValueCache:
-        """A cache in the dtype and on the device of the model."""
+    def make_cache(self, batch_size: int, capacity: int | None = None, **options: Any) -> KeyValueCache:
+        """A cache in the dtype and on the device of the model. options: of KeyValueCache, such as bounded=True."""
         weight = self.trunk.embedding.weight
-        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device)
+        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device, **options)
 
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
         """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""

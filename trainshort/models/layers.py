@@ -239,35 +239,38 @@ class Trunk(nn.Module):
             )
         if key_padding_mask is not None:
             check_mask(key_padding_mask, tokens)
-        if cache is not None:
-            self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
-        positions = (
-            self._positions(tokens, key_padding_mask, cu_seqlens) if cache is None else cache.positions(length)
-        )
+        if cache is None:
+            positions = self._positions(tokens, key_padding_mask, cu_seqlens)
+            context = Context(self.position, positions, self.position.bias(), None, key_padding_mask, cu_seqlens)
+            return self._hidden(tokens, token_types, context)
+        self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
+
+        def compute(part: Tensor) -> Tensor:
+            context = Context(
+                self.position,
+                cache.positions(part.shape[1]),
+                self.position.bias(),
+                cache,
+                few_rows=not self.training and cache.has_few_rows,
+            )
+            return self._hidden(part, token_types, context)
+
+        return cache.feed(tokens, compute)
+
+    def _hidden(self, tokens: Tensor, token_types: Tensor | None, context: Context) -> Tensor:
         x = self.embedding(tokens)
         if self.token_types is not None:
             kinds = torch.zeros_like(tokens) if token_types is None else token_types
             x = x + self.token_types(kinds)
         elif token_types is not None:
             raise ValueError("token_types were given, but the model has none (token_types=0)")
-        x = self.position.embed(x, positions)
+        x = self.position.embed(x, context.positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.dropout(x)
-        context = Context(
-            self.position,
-            positions,
-            self.position.bias(),
-            cache,
-            None if cache is not None else key_padding_mask,
-            cu_seqlens,
-            few_rows=not self.training and cache is not None and cache.has_few_rows,
-        )
-        call = self._call_of_block(cache)
+        call = self._call_of_block(context.cache)
         for block in self.blocks:
             x = call(block, x, context)
-        if cache is not None:
-            cache.advance(length)
         return x if self.final_norm is None else self.final_norm(x)
 
     def compile_blocks(self, options: dict[str, Any] | None) -> None:
@@ -305,7 +308,6 @@ class Trunk(nn.Module):
             raise ValueError(f"the cache holds {cache.batch_size} rows, got tokens with {tokens.shape[0]}")
         if mask is not None:
             cache.pad_left(mask)
-        cache.reserve(tokens.shape[1])
 
     def _positions(self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """The position of each token in its own text, int64 [B or 1, T]: padding and other documents don't count."""

@@ -6,9 +6,17 @@ Nothing here waits for a GPU or changes its shape, so that a CUDA graph can repl
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class State(NamedTuple):
+    """What sampling remembers from token to token."""
+
+    ended: Tensor
+    generator: Tensor | None
 
 
 class Sampling:
@@ -39,6 +47,14 @@ class Sampling:
         token = torch.where(self.ended, last, token)
         self.ended |= (token[:, None] == self.stops).any(-1)
         return token
+
+    def state(self) -> State:
+        return State(self.ended.clone(), None if self.generator is None else self.generator.get_state())
+
+    def restore(self, state: State) -> None:
+        self.ended.copy_(state.ended)
+        if self.generator is not None and state.generator is not None:
+            self.generator.set_state(state.generator)
 
     def _choose(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:

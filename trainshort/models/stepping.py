@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainshort.models.cache import KeyValueCache
-from trainshort.models.sampling import Sampling
+from trainshort.models.sampling import Sampling, State
 
 if TYPE_CHECKING:
     from trainshort.models.language_model import LanguageModel
@@ -88,6 +88,8 @@ class Queued(NamedTuple):
     columns: list[Tensor]
     first: int  # steps before them
     going: Tensor  # of the step, in memory of the host
+    excess: Tensor | None  # the cache's failure_flag, in memory of the host
+    before: State  # of sampling
     done: torch.cuda.Event
 
 
@@ -104,9 +106,10 @@ class GraphedSteps:
         self.device = step.token.device
         self.stream = _stream_of(self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.has_run = self.failed = False
+        self.has_run = self.failed = self.went_back = False
         self.taken = 0
         self.going = [torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory() for _ in range(3)]
+        self.excess = [torch.zeros(1, dtype=torch.float64, device="cpu").pin_memory() for _ in range(3)]
 
     def columns(self, count: int | None) -> Iterator[tuple[Tensor, bool]]:
         """Up to `count` columns [B] in order, each with whether all rows have ended, where it ends."""
@@ -121,6 +124,10 @@ class GraphedSteps:
                     continue
                 steps = queued.popleft()
                 steps.done.synchronize()
+                if steps.excess is not None and not self.step.cache.heed(float(steps.excess)):
+                    queued.clear()
+                    self._go_back(steps)
+                    continue
                 last = int(steps.going) if self.step.sampling.stops is not None else self.taken
                 for number, column in enumerate(steps.columns, start=steps.first):
                     yield column, number == last
@@ -133,17 +140,22 @@ class GraphedSteps:
         cache, first = self.step.cache, self.taken
         if cache.length + steps > cache.capacity or self.text.room < steps:
             self._grow(steps)
-        going = self.going[(first // AT_ONCE) % len(self.going)]
+        turn = (first // AT_ONCE) % len(self.going)
+        going, excess = self.going[turn], None
         with torch.cuda.stream(self.stream):
+            before = self.step.sampling.state()
             columns = []
             for _ in range(steps):
                 self._run()
                 columns.append(self.text.append(self.step.token[:, 0]))
             going.copy_(self.step.going, non_blocking=True)
+            flag = cache.failure_flag()
+            if flag is not None:
+                excess = self.excess[turn].copy_(flag, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
         self.taken += steps
-        return Queued(columns, first, going, done)
+        return Queued(columns, first, going, excess, before, done)
 
     def _run(self) -> None:
         if self.graph is None and self.has_run and not self.failed:
@@ -151,6 +163,10 @@ class GraphedSteps:
         if self.graph is None:
             self.step.run()
             self.has_run = True
+            if self.went_back:
+                self.went_back = False
+                self.step.cache.begin_steps()
+                self.step.cache.reserve(AT_ONCE)
         else:
             self.graph.replay()
             self.step.cache.length += 1
@@ -184,19 +200,34 @@ class GraphedSteps:
 
     def _grow(self, steps: int) -> None:
         self.stream.synchronize()
-        if self.graph is not None:
-            self.graph.reset()
-        self.graph, self.has_run = None, False
+        self._drop_graph()
         self.step.cache.reserve(steps)
         self.text.reserve(steps)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
+    def _go_back(self, steps: Queued) -> None:
+        """To before these steps: what they gave and what came after may be wrong. The cache makes up for it with the
+        next step, which is no replay."""
+        self.stream.synchronize()
+        self._drop_graph()
+        step, wrong = self.step, self.taken - steps.first
+        self.taken, self.went_back = steps.first, True
+        self.text.length -= wrong
+        step.cache.rollback(wrong)
+        step.sampling.restore(steps.before)
+        step.token.copy_(self.text.tokens[:, -1:])
+        step.going.fill_(steps.first)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _drop_graph(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self.has_run = None, False
+
     def _close(self) -> None:
         """Wait for what is queued, and leave memory and cache as those who come after expect them."""
         self.stream.synchronize()
-        if self.graph is not None:
-            self.graph.reset()
-        self.graph = None
+        self._drop_graph()
         self.step.cache.end_steps()
 
 

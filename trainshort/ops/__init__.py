@@ -11,6 +11,7 @@ The functions here check their arguments and describe the call as a `Problem`; d
     sdpa.py        torch's own kernels, where there is no bias
     tracing.py     whether torch compiles, transforms or records a call
     windows.py     certified windows, from the bounds of norms.py and near.py
+    rings.py       the last keys of a bounded cache; ring_step.py: one token over them; evicted.py: bounds of others
     blocked/       pure torch, linear memory, any device; splits.py and threads.py: several threads for one call
     triton/        fused kernels for GPUs
 """

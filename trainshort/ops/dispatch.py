@@ -15,6 +15,7 @@ Triton only for tensors on a GPU. Decoding comes before torch's kernels, which p
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -256,3 +257,15 @@ def _visited(problem: Problem, path: Path) -> float:
     low, high = visible_blocks(problem, BLOCK)
     in_sight = (high - low).clamp_min(0).sum().item()
     return (windows[..., 1] - windows[..., 0]).sum().item() / in_sight if in_sight else 1.0
+
+
+def attend_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output like q, and the log-sum-exp of the scores of visited keys [B, H, Tq]: forward only, values unchecked.
+
+    By the backend that "auto" chooses. The log-sum-exp of a query that sees no key is not finite.
+    """
+    if backend_for(problem.q) == "triton":
+        out, lse, _ = triton_backend.forward(problem)
+        return out, lse * math.log(2.0)
+    out, lse, _ = blocked_backend.forward(problem)
+    return out, lse

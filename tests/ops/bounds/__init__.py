@@ -8,13 +8,24 @@ run by test_bounds.py as they are, and by mutants.py against the package with an
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 from tests.ops.bounds import decoding, ingredients, windows
 from tests.ops.bounds.inputs import LAYOUTS
+from tests.ops.cases import windows_whatever_they_cost
+
+
+def _always(check: Callable[[], None]) -> Callable[[], None]:
+    @wraps(check)
+    def run() -> None:
+        with windows_whatever_they_cost():
+            check()
+
+    return run
+
 
 CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
+    check.__name__: _always(check)
     for check in (
         windows.mean_of_near_keys,
         windows.mean_of_near_keys_ahead,

@@ -24,6 +24,10 @@ from trainshort.ops.threads import one_thread
 
 LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
 ALL = slice(None)
+# What a call of the kernel costs, in numbers that it reads; each key counts FIXED more of them than it has. Heads are
+# computed LANES at a time: more on large machines, where less is to be saved.
+CALL, FIXED, LANES = 125_000, 20, 2
+SEARCH = 300_000  # numbers: so many are read sooner than it is found out which of them matter
 LONGEST_KEPT_BIAS = 8192  # keys: longer rows of the bias are made anew, beside the keys they cost little
 
 
@@ -93,7 +97,8 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     """
     batch, heads, _, dim = problem.q.shape
     keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
-    if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK:  # a single block is read whole
+    everything = -(-kv_heads // LANES) * keys * (FIXED + dim)
+    if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK or everything <= SEARCH:
         if problem.key_padding_mask is None:
             return [[0] * kv_heads]
         rows = [[0] * kv_heads] * batch
@@ -127,8 +132,10 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     if problem.key_padding_mask is not None:
         begins = problem.key_runs()[0][:, 0].tolist()
         hidden = [begin // BLOCK * BLOCK for begin in begins]
-        return [_shared([max(low, first) for low in lows], keys) for lows, first in zip(rows, hidden, strict=True)]
-    return [_shared([min(low) for low in zip(*rows, strict=True)], keys)]
+        return [
+            _shared([max(low, first) for low in lows], keys, dim) for lows, first in zip(rows, hidden, strict=True)
+        ]
+    return [_shared([min(low) for low in zip(*rows, strict=True)], keys, dim)]
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -141,19 +148,24 @@ def _slope_rows(problem: Problem) -> Slopes:
     return (tuple(slopes.tolist()),) if slopes.dim() == 1 else tuple(map(tuple, slopes.tolist()))
 
 
-def _shared(lows: list[int], keys: int) -> list[int]:
-    """Neighbouring heads that may share a call get one first key, where little is read in vain."""
-    shared: list[int] = []
-    size = needed = 0
+def _shared(lows: list[int], keys: int, dim: int) -> list[int]:
+    """Neighbouring heads get one first key where one call for all of them is faster than one for each.
+
+    A call costs as much as reading some thousand keys, and what it reads takes as long as ceil(heads / LANES) of its
+    longest windows.
+    """
+    call = CALL // (FIXED + dim)
+    groups: list[tuple[int, int, int]] = []  # first key, heads, cost
     for low in lows:
-        start = min(low, shared[-1]) if shared else low
-        if (keys - start) * (size + 1) <= 2 * (needed + keys - low) + 8 * BLOCK:
-            size, needed = size + 1, needed + keys - low
-        else:
-            start, size, needed = low, 1, keys - low
-        shared.append(start)
-        shared[len(shared) - size :] = [start] * size
-    return shared
+        groups.append((low, 1, call + keys - low))
+        while len(groups) > 1:
+            (low_a, size_a, cost_a), (low_b, size_b, cost_b) = groups[-2:]
+            first, size = min(low_a, low_b), size_a + size_b
+            cost = call + -(-size // LANES) * (keys - first)
+            if cost > cost_a + cost_b:
+                break
+            groups[-2:] = [(first, size, cost)]
+    return [first for first, size, _ in groups for _ in range(size)]
 
 
 def _forward(problem: Problem, lows: list[list[int]], slopes: Slopes) -> tuple[Tensor, Tensor] | None:
@@ -198,11 +210,15 @@ def _calls(
         first, head = head, head + len(list(heads))
         start = max(low, begin)
         bias = _bias(slopes, q.dtype, rows, keys - start, kv_heads)
-        tensors = [q, k[:, :, start:], v[:, :, start:], bias] if start else [q, k, v, bias]
-        if head - first < kv_heads:
-            tensors = [tensor[:, first:head] for tensor in tensors]
+        part = slice(first, head)
         yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *tensors[:3], 0.0, False, attn_mask=tensors[3], scale=problem.scale
+            q[:, part],
+            k[:, part, start:],
+            v[:, part, start:],
+            0.0,
+            False,
+            attn_mask=bias[:, part],
+            scale=problem.scale,
         )
 
 

@@ -44,6 +44,6 @@ class Cache:
         return [(key, entry[0]) for key, entry in list(self._entries.items())]
 
 
-# Keys begin with what their values are: "call", "config", "forward", "backward" or "decode". A shape that a model is
-# trained on has one of each but the last: there is room for some 500 shapes.
+# Keys begin with what their values are: "call", "config", "forward", "backward", "decode", "append" or "rotate". A
+# shape that a model is trained on has one of each of the first four: there is room for some 500 shapes.
 CACHE = Cache(2048)

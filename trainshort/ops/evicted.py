@@ -1,0 +1,102 @@
+"""Keys that were evicted from a cache: what is left of them is a bound of all that they could weigh.
+
+For a query at position p with x = s‖q‖ and a head of slope m, the evicted keys together weigh at most exp(E(x)),
+
+    E(x) = ln sum over evicted j of exp(x‖k_j - c‖ - m (p - j)),
+
+relative to exp(s q.c), whatever vector c is taken from every key. E is known at POINTS values of x from 0 to `end`.
+It is convex in x, a log-sum-exp of straight lines, so between two of these values the chord lies above it. Beyond
+`end` it rises by at most the longest norm for each unit of x. With every token all of it fades by m, and the key that
+the token evicts is added: memory and work a token do not depend on how many keys are gone.
+
+Tables are float64 and every step rounds up, so they never fall below the sums they bound. The proof is in
+docs/attention.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POINTS = 16  # values of x in a table
+NOTHING = -1e30  # the logarithm of zero, but safe to multiply by zero
+AT_ONCE = 2**21  # numbers of a temporary tensor
+ROUNDING = 2.0**-40  # of a step in float64, relative, with room to spare
+
+
+class EvictedKeys:
+    """The tables of all layers, rows and query heads, as of the last token."""
+
+    def __init__(self, layers: int, batch: int, slopes: Tensor) -> None:
+        """slopes: float64 [H]."""
+        self.slopes = slopes
+        shape = (layers, batch, slopes.shape[0])
+        self.table = torch.full((*shape, POINTS), NOTHING, dtype=torch.float64, device=slopes.device)
+        self.end = torch.ones(shape, dtype=torch.float64, device=slopes.device)
+        self.steps = torch.arange(POINTS, dtype=torch.float64, device=slopes.device) / (POINTS - 1)
+
+    def forget(self) -> None:
+        self.table.fill_(NOTHING)
+
+    def points(self) -> Tensor:
+        """The values of x in the tables, [L, B, H, POINTS]."""
+        return self.end[..., None] * self.steps
+
+    def stretch(self, layer: int, end: Tensor, longest: Tensor) -> None:
+        """Let a layer's tables reach to other values of x, [B, H]: bounds at these, so chords still lie above."""
+        points = end[..., None] * self.steps
+        self.table[layer] = self.at(points, longest, layer)
+        self.end[layer] = end
+
+    def fade(self, layer: int, tokens: int) -> None:
+        """Let a layer's keys be further away by so many tokens."""
+        table = self.table[layer]
+        table -= (self.slopes * (tokens * (1.0 - ROUNDING)))[:, None]
+        table += _rounding(table)
+
+    def add(self, layer: int, heads: slice, norms: Tensor, distance: Tensor, real: Tensor | None = None) -> None:
+        """Add keys to query heads of a layer.
+
+        norms: [B, heads, N]; distance from the last token: float64 [N]; real: bool [B, N], None for all.
+        """
+        table = self.table[layer, :, heads]
+        points = self.points()[layer, :, heads, :, None]  # [B, heads, POINTS, 1]
+        penalty = self.slopes[heads, None, None] * distance  # [heads, 1, N]
+        size = max(1, AT_ONCE // max(1, table.numel()))
+        for first in range(0, norms.shape[2], size):
+            some = slice(first, first + size)
+            terms = points * norms[:, :, None, some].double() - penalty[..., some]
+            if real is not None:
+                terms = torch.where(real[:, None, None, some], terms, NOTHING)
+            sums = torch.logsumexp(terms, -1)
+            sums += ROUNDING * (
+                points[..., 0] * norms[:, :, some].amax(-1, keepdim=True) + penalty[..., some].amax(-1) + 1.0
+            )
+            torch.logaddexp(table, sums, out=sums)
+            table.copy_(sums + _rounding(sums))
+
+    def step(self, norms: Tensor, gone: Tensor, distance: Tensor) -> None:
+        """One token in all layers: fade, and add the key that it evicts, where `gone` says that there is one.
+
+        norms: [L, B, H]; gone: bool [L, B, H]; distance of these keys: [L, B or 1, H].
+        """
+        products, penalty = self.points() * norms.double()[..., None], (self.slopes * distance)[..., None]
+        terms = products - penalty + ROUNDING * (products + penalty + 1.0)
+        terms = torch.where(gone[..., None], terms, NOTHING)
+        table = self.table - (self.slopes * (1.0 - ROUNDING))[:, None]
+        torch.logaddexp(table, terms, out=terms)
+        self.table.copy_(terms + _rounding(terms))
+
+    def at(self, x: Tensor, longest: Tensor, layer: int | None = None) -> Tensor:
+        """An upper bound of E at x [..., H, N], for all layers or one; longest: the largest norm, [..., H]."""
+        table, end = (self.table, self.end) if layer is None else (self.table[layer], self.end[layer])
+        place = x / end[..., None] * (POINTS - 1)
+        index = place.nan_to_num(nan=0.0).clamp(0, POINTS - 2).long()
+        low, high = table.gather(-1, index), table.gather(-1, index + 1)
+        beyond = (x - end[..., None]).clamp_min(0.0) * longest.double()[..., None]  # stays NaN if x is
+        bound = low + (place - index).clamp_max(1.0) * (high - low) + beyond
+        return bound + ROUNDING * (low.abs() + high.abs() + beyond)
+
+
+def _rounding(sums: Tensor) -> Tensor:
+    return ROUNDING * (sums.abs() + 1.0)
