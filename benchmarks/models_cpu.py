@@ -4,7 +4,8 @@
 
 Questions: a training step at a short length (nothing to skip: what does ALiBi cost?), one decoded token after many
 cached ones (what do certified windows save?), and a short text generated; decoding once more beside a process that
-keeps a core busy. Contenders alternate in one process; times are medians.
+keeps a core busy. Contenders alternate in one process; times are medians. Steps of decoding follow one another, some in
+a row, as they do when a text is generated.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ def training_step(position: str, length: int, tokens: int) -> Callable[[], objec
     return step
 
 
-def decoding_step(position: str, cached: int) -> Callable[[], object]:
-    """One token after `cached` others. The cache is filled once and set back after each step."""
+STEPS = 16  # of decoding in a row
+
+
+def decoding_steps(position: str, cached: int) -> Callable[[], object]:
+    """Tokens after `cached` others. The cache is filled once and set back after each step."""
     model = model_of(position).eval()
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(0, 256, (1, cached), generator=generator)
@@ -51,11 +55,12 @@ def decoding_step(position: str, cached: int) -> Callable[[], object]:
             model(part, cache=cache, last_only=True)
 
     @torch.no_grad()
-    def step() -> None:
-        model(token, cache=cache, last_only=True)
-        cache.length = cached
+    def steps() -> None:
+        for _ in range(STEPS):
+            model(token, cache=cache, last_only=True)
+            cache.length = cached
 
-    return step
+    return steps
 
 
 def generating(position: str, tokens: int) -> Callable[[], object]:
@@ -73,8 +78,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     records = []
 
-    def compare(question: str, calls: dict[str, Callable[[], object]]) -> None:
-        times = {name: round(value, 3) for name, value in alternate(calls, options.seconds, 5).items()}
+    def compare(question: str, calls: dict[str, Callable[[], object]], steps: int = 1) -> None:
+        times = {name: round(value / steps, 3) for name, value in alternate(calls, options.seconds, 5).items()}
         records.append({"question": question, "ms": times})
         print(question, times, flush=True)
 
@@ -82,9 +87,9 @@ def main() -> None:
     compare("training step, 32 x 128 tokens", {name: training_step(name, 128, 4096) for name in positions})
 
     def compare_decoding(where: str = "") -> None:
-        for cached in (8192, 32768):
-            calls = {name: decoding_step(name, cached) for name in ("alibi", "rotary")}
-            compare(f"one token after {cached}{where}", calls)
+        for cached in (2048, 8192, 32768):
+            calls = {name: decoding_steps(name, cached) for name in ("alibi", "rotary")}
+            compare(f"one token after {cached}{where}", calls, STEPS)
         compare(
             f"generating 100 tokens{where}", {name: generating(name, 100) for name in ("alibi", "rotary", "none")}
         )
