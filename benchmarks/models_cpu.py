@@ -4,8 +4,8 @@
 
 Questions: a training step at a short length (nothing to skip: what does ALiBi cost?), one decoded token after many
 cached ones (what do certified windows save?), and a short text generated; decoding once more beside a process that
-keeps a core busy. Contenders alternate in one process; times are medians. Steps of decoding follow one another, some in
-a row, as they do when a text is generated.
+keeps a core busy. Contenders alternate in one process; times are medians. Steps of decoding follow one another, some
+in a row, as they do when a text is generated.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ TRAINED = {"num_layers": 12, "d_model": 768, "num_heads": 12, "vocab_size": 3276
 DECODED = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "vocab_size": 32768}
 SEVEN_B = {"num_layers": 32, "d_model": 4096, "num_heads": 32, "vocab_size": 32768}
 TOKENS = 65536  # of a training step
+PARTS = ["training", "first_step", "decoding", "seven_b", "prefill", "bounded"]
 BEGIN = time.monotonic()
 
 
@@ -275,12 +276,56 @@ def prefill() -> list[dict[str, Any]]:
     return records
 
 
+@torch.no_grad()
+def feed(model: ts.LanguageModel, text: Tensor, lengths: list[int]) -> list[dict[str, Any]]:
+    """A text through a bounded cache in pieces: what the cache holds after so many tokens."""
+    records = []
+    cache = model.make_cache(1, bounded=True)
+    began = time.monotonic()
+    for end in lengths:
+        for piece in text[cache.length : end].view(1, -1).split(16384, dim=1):
+            model(piece, cache=cache, last_only=True)
+        torch.cuda.synchronize()
+        held = cache.report()
+        records.append(
+            {
+                "tokens": held.tokens,
+                "bytes": held.nbytes + held.text_bytes,
+                "full_bytes": held.full_bytes,
+                "share_of_keys": held.share_of_keys,
+                "reruns": held.reruns,
+                "seconds": time.monotonic() - began,
+            }
+        )
+        say(f"  bounded: {held}")
+    return records
+
+
+def bounded(trained_steps: int) -> list[dict[str, Any]]:
+    """A million tokens in memory that does not grow, and one token after 65,536."""
+    records = []
+    text = library_text().cuda()
+    model = language_model(DECODED)
+    for weights in ("random", "trained"):
+        if weights == "trained":
+            train_a_little(model.float(), text, trained_steps)
+        model.to(torch.bfloat16)
+        held = feed(model.eval(), text, [65536, 262144, 2**20])
+        prompt = text[:65536].view(1, -1)
+        seconds = token_time(
+            lambda new, p=prompt: model.generate(p, max_new_tokens=new, temperature=0.0, bounded=True)
+        )
+        say(f"bounded, {weights}: one token after 65,536 in {seconds * 1e3:.3f} ms")
+        records.append({"weights": weights, "held": held, "ms": seconds * 1e3})
+    return records
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--trained-steps", type=int, default=200)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--parts", nargs="+", default=["training", "first_step", "decoding", "seven_b", "prefill"])
+    parser.add_argument("--parts", nargs="+", default=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--first-step", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -303,6 +348,7 @@ def main() -> None:
         "decoding": lambda: decoding(options.trained_steps),
         "seven_b": lambda: seven_b(results["limits"]["bandwidth"]),
         "prefill": prefill,
+        "bounded": lambda: bounded(options.trained_steps),
     }
     for name in options.parts:
         fresh()
