@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LinearBias": "trainshort.ops",
     "BucketBias": "trainshort.ops",
+    "DecayBias": "trainshort.ops",
     "alibi_attention": "trainshort.ops",
     "alibi_slopes": "trainshort.ops",
     "attention": "trainshort.ops",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from trainshort.models import load as load
     from trainshort.models import save as save
     from trainshort.ops import BucketBias as BucketBias
+    from trainshort.ops import DecayBias as DecayBias
     from trainshort.ops import LinearBias as LinearBias
     from trainshort.ops import alibi_attention as alibi_attention
     from trainshort.ops import alibi_slopes as alibi_slopes

@@ -26,6 +26,7 @@ from tests.ops.dense import (
     LEAVES,
     Case,
     Results,
+    bias_of,
     distances,
     exact,
     native,
@@ -35,7 +36,7 @@ from tests.ops.dense import (
 )
 
 FACTOR = 3.0
-BY_HEAD = ("out", "q", "k", "v")
+BY_HEAD = ("out", "q", "k", "v", "log_gates", "future_gates")
 
 
 def size(name: str, tensor: Tensor) -> Tensor:
@@ -84,7 +85,15 @@ def magnitudes(case: Case, keep: Tensor | None) -> Results:
         "v": (weights.transpose(-2, -1) @ upstream).unflatten(1, (-1, group)).sum(2),
     }
     distance = distances(case)[:, None]
-    if case.slopes is not None:
+    if case.log_gates is not None:
+        terms["log_gates"] = _crossing(dscores * (distance <= 0), case.log_gates)
+        if case.future_gates is not None:
+            ahead = (dscores * (distance > 0)).flip(2, 3)
+            terms["future_gates"] = _crossing(ahead, case.future_gates).flip(2).roll(1, 2)
+    elif case.slopes is not None and case.times is not None:
+        slopes = torch.atleast_2d(case.slopes).double()[..., None, None]
+        terms["slopes"] = _over_rows(dscores * (bias_of(case, torch.float64) / slopes).abs(), case.slopes)
+    elif case.slopes is not None:
         steps = torch.where(distance > 0, distance - case.offset, -distance.double())
         if case.future is None:
             terms["slopes"] = _over_rows(dscores * steps, case.slopes)
@@ -107,6 +116,8 @@ def skipping_costs(case: Case) -> Results:
     query, upstream = case.q.double().norm(dim=-1), case.upstream().double().norm(dim=-1)  # [B, H, Tq]
     longest = k.norm(dim=-1).amax(-1)
     furthest = float((distances(case)[:, None] * case.seen).abs().max())
+    if case.times is not None:
+        furthest = float((case.times - case.times[..., :1]).max())
     mass, scale = case.may_skip, abs(case.true_scale)
     dscores = 3.0 * mass * diameter[..., None] * upstream  # [B, H, Tq]: the sum over keys
     return {
@@ -116,7 +127,16 @@ def skipping_costs(case: Case) -> Results:
         "v": (2.0 * mass * upstream).sum(-1).unflatten(1, (-1, group)).sum(2),
         "slopes": dscores.sum() * furthest,
         "future": dscores.sum() * furthest,
+        "log_gates": dscores.sum(-1) * case.k.shape[2] ** 0.5,
+        "future_gates": dscores.sum(-1) * case.k.shape[2] ** 0.5,
     }
+
+
+def _crossing(terms: Tensor, log_gates: Tensor) -> Tensor:
+    """[B, H, Tq, Tk] -> like log_gates: for each gate the terms of keys before it, the errors of queries apart."""
+    crossing = torch.nn.functional.pad(terms, (1, 0)).cumsum(-1)[..., :-1] * (terms.flip(-1).cumsum(-1).flip(-1) > 0)
+    by_gate = crossing.norm(dim=2)  # [B, H, Tk]
+    return by_gate if log_gates.shape[0] > 1 else by_gate.norm(dim=0, keepdim=True)
 
 
 def _over_rows(terms: Tensor, slopes: Tensor) -> Tensor:

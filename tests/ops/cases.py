@@ -38,7 +38,7 @@ def random_case(
     bias: str = "linear",
     **features,
 ) -> Case:
-    """Normal q, k and v. bias: "linear" (the paper's slopes unless given), "bucket" or "none"."""
+    """Normal q, k and v. bias: "linear" or "times" (the paper's slopes unless given), "gates", "bucket" or "none"."""
     generator = torch.Generator().manual_seed(seed)
     keys = queries if keys is None else keys
     kv_heads = heads if kv_heads is None else kv_heads
@@ -49,10 +49,31 @@ def random_case(
     q, k, v = normal(batch, heads, queries, dim), *(normal(batch, kv_heads, keys, dim) for _ in range(2))
     if bias == "linear":
         features.setdefault("slopes", ts.alibi_slopes(heads))
+    elif bias == "gates":
+        features.setdefault("log_gates", random_gates(batch, heads, keys, seed))
+        if not features.get("causal", True):
+            features.setdefault("future_gates", random_gates(batch, heads, keys, seed + 1))
+    elif bias == "times":
+        features.setdefault("slopes", ts.alibi_slopes(heads))
+        features.setdefault("times", random_times(keys, seed))
     elif bias == "bucket":
         buckets = features.pop("num_buckets", 32)
         features["table"] = torch.randn((buckets, heads), generator=generator)
     return Case(q=q, k=k, v=v, **features)
+
+
+def random_gates(batch: int, heads: int, keys: int, seed: int = 0) -> Tensor:
+    """Log gates [B, H, T] of heads that forget within a few tokens, and of others that hardly do."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    offsets = torch.linspace(-1.0, 6.0, heads)[:, None]
+    return torch.nn.functional.logsigmoid(torch.randn((batch, heads, keys), generator=generator) + offsets)
+
+
+def random_times(keys: int, seed: int = 0) -> Tensor:
+    """Sorted times [T] in float64, some of them equal, in the second half of 2026 and in seconds."""
+    generator = torch.Generator().manual_seed(seed + 78)
+    steps = torch.rand(keys, generator=generator, dtype=torch.float64) * 3
+    return 1.79e9 + steps.masked_fill(steps < 0.5, 0.0).cumsum(0)
 
 
 def on(device: str, case: Case) -> Case:

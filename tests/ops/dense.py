@@ -1,6 +1,6 @@
 """Dense attention in float64, written from the formula and from nothing in `trainshort`: the measure of all backends.
 
-    score[i, j] = scale * q[i] . k[j] + bias(j - i)       where query i may see key j, else -inf
+    score[i, j] = scale * q[i] . k[j] + bias(i, j)        where query i may see key j, else -inf
     output[i]   = sum over j of softmax(score[i])[j] * v[j]
 
 A `Case` is one call of attention with every argument that changes what is computed. `exact` differentiates the
@@ -22,7 +22,7 @@ import trainshort as ts
 from trainshort.ops import attention
 
 Results = dict[str, Tensor]  # "out", and the gradient of each of LEAVES that is there
-LEAVES = ("q", "k", "v", "slopes", "future", "table")
+LEAVES = ("q", "k", "v", "slopes", "future", "table", "log_gates", "future_gates")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +37,9 @@ class Case:
     table: Tensor | None = None  # [buckets, H]
     max_distance: int = 128
     bidirectional: bool = False
+    log_gates: Tensor | None = None  # [B or 1, H, Tk]
+    future_gates: Tensor | None = None  # [B or 1, H, Tk]
+    times: Tensor | None = None  # [Tk] or [B, Tk], with slopes
     causal: bool = True
     scale: float | None = None
     tolerance: float | None = None
@@ -51,7 +54,11 @@ class Case:
         return in_sight(self)
 
     @property
-    def bias(self) -> ts.LinearBias | ts.BucketBias | None:
+    def bias(self) -> ts.LinearBias | ts.BucketBias | ts.DecayBias | None:
+        if self.log_gates is not None:
+            return ts.DecayBias(self.log_gates, self.future_gates)
+        if self.slopes is not None and self.times is not None:
+            return ts.DecayBias.at(self.times, self.slopes)
         if self.slopes is not None:
             return ts.LinearBias(self.slopes, future=self.future, offset=self.offset, sees=self.sees)
         if self.table is not None:
@@ -65,7 +72,7 @@ class Case:
     @property
     def may_skip(self) -> float:
         """The softmax mass that a query may skip, as the contract has it."""
-        if self.slopes is None:
+        if self.slopes is None and self.log_gates is None:
             return 0.0
         if self.tolerance is not None:
             return self.tolerance
@@ -195,12 +202,50 @@ def in_sight(case: Case) -> Tensor:
         token = torch.arange(queries, device=case.q.device)
         document = (token[:, None] >= case.cu_seqlens[1:]).sum(-1)
         seen = seen & (document[:, None] == document)
+    if case.log_gates is not None:
+        seen = seen & ~behind_a_border(case)
     return seen
+
+
+def behind_a_border(case: Case) -> Tensor:
+    """Where a gate of zero lies between a query and a key: bool [B or 1, H, Tq, Tk]."""
+    assert case.log_gates is not None
+    closed = torch.isneginf(case.log_gates).long().cumsum(-1)
+    hidden = at_queries(case, closed)[..., None] > closed[:, :, None]
+    if case.future_gates is not None:
+        closed = torch.isneginf(case.future_gates).long().cumsum(-1)
+        hidden = hidden | (at_queries(case, closed)[..., None] < closed[:, :, None])
+    return hidden
+
+
+def at_queries(case: Case, values: Tensor) -> Tensor:
+    """Numbers of the keys [B or 1, H, Tk] at the places of the queries, or at the nearest real key: [B, H, Tq]."""
+    batch, heads, queries, _ = case.q.shape
+    keys = case.k.shape[2]
+    if keys == 0:
+        return values.new_zeros((batch, heads, queries))
+    position = (-distances(case)[..., 0]).expand(batch, -1)  # [B, Tq]
+    first, last = torch.zeros_like(position), torch.full_like(position, keys - 1)
+    if case.key_padding_mask is not None:
+        real = case.key_padding_mask.long()
+        first = real.argmax(-1)[:, None].expand_as(position)
+        last = (first + real.sum(-1)[:, None] - 1).clamp_min(0)
+    place = torch.maximum(torch.minimum(position, last), first)[:, None].expand(-1, heads, -1)
+    return values.expand(batch, heads, keys).gather(2, place)
 
 
 def bias_of(case: Case, dtype: torch.dtype) -> Tensor | float:
     """What is added to each score, [B or 1, H, Tq, Tk]."""
     distance = distances(case)[:, None]  # [B or 1, 1, Tq, Tk]
+    if case.log_gates is not None:
+        bias = crossed(case, case.log_gates)
+        if case.future_gates is not None:
+            bias = torch.where(distance > 0, -crossed(case, case.future_gates), bias)
+        return bias.to(dtype)
+    if case.slopes is not None and case.times is not None:
+        since = (case.times - case.times[..., :1]).double().reshape(-1, 1, case.k.shape[2])
+        gap = at_queries(case, since.expand(-1, case.q.shape[1], -1))[..., None] - since[:, :, None]
+        return (-torch.atleast_2d(case.slopes).double()[..., None, None] * gap.abs()).to(dtype)
     if case.slopes is not None:
         past = torch.atleast_2d(case.slopes).to(dtype)[..., None, None]  # [B or 1, H, 1, 1]
         future = past if case.future is None else torch.atleast_2d(case.future).to(dtype)[..., None, None]
@@ -210,6 +255,12 @@ def bias_of(case: Case, dtype: torch.dtype) -> Tensor | float:
         bucket = t5_bucket(distance[:, 0], case.table.shape[0], case.max_distance, case.bidirectional)
         return case.table.to(dtype)[bucket].movedim(-1, 1)
     return 0.0
+
+
+def crossed(case: Case, log_gates: Tensor) -> Tensor:
+    """Sum of the open log gates after key j up to query i, with the sign of i - j: float64 [B, H, Tq, Tk]."""
+    sums = log_gates.double().masked_fill(torch.isneginf(log_gates), 0.0).cumsum(-1)
+    return at_queries(case, sums)[..., None] - sums[:, :, None]
 
 
 def t5_bucket(relative_position: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

@@ -3,6 +3,7 @@
 The functions here check their arguments and describe the call as a `Problem`; dispatch.py chooses what computes it.
 
     bias.py        what is added to the scores: each bias knows its numbers, its gradient and its checks
+    decay.py       the bias of gates and times; biases.py: all there are
     problem.py     the fields of one call, and what their shapes and dtypes must be
     values.py      what the contents of its small tensors must be
     dispatch.py    which backend and path takes a problem, or why not
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from trainshort.ops import dispatch
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.tracing import is_eager
@@ -37,6 +39,7 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
     "BucketBias",
+    "DecayBias",
     "Explanation",
     "LinearBias",
     "alibi_attention",

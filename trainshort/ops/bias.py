@@ -1,9 +1,9 @@
 """What attention adds to its scores: descriptions of a bias, never a length x length tensor.
 
-Every bias here depends on the distance between a query and a key alone. `distance` is always key position - query
-position: zero on the diagonal, negative for the past, positive for the future. `Bias` lists what attention asks of a
-bias; `BIASES` at the end lists the classes there are. The fields of these classes become arguments of the registered
-operators (operators.py), so their annotations are limited to those of `FIELD_TYPES`.
+`Bias` lists what attention asks of a bias. Those of this file depend on the distance between a query and a key alone:
+`distance` is always key position - query position, zero on the diagonal, negative for the past, positive for the
+future. DecayBias (decay.py) depends on both places; biases.py lists all classes. Their fields become arguments of the
+registered operators (operators.py), so their annotations are limited to those of `FIELD_TYPES`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,6 +75,12 @@ class Bias:
 
     learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
     certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
+    by_distance: ClassVar[bool] = True  # whether it depends on the distance alone
+
+    @classmethod
+    def from_fields(cls, **values: Any) -> Self:
+        """The bias with these fields."""
+        return cls(**values)
 
     @property
     def separable_beyond(self) -> int:
@@ -90,8 +96,8 @@ class Bias:
         """Which way each head looks in attention that is not causal."""
         return _look_both_ways(heads)
 
-    def check_shapes(self, q: Tensor, causal: bool) -> None:
-        """Refuse a bias that does not go with these queries. Never looks inside a tensor."""
+    def check_shapes(self, q: Tensor, k: Tensor, causal: bool) -> None:
+        """Refuse a bias that does not go with these queries and keys. Never looks inside a tensor."""
         raise NotImplementedError
 
     def both_ways(self) -> Self:
@@ -102,13 +108,25 @@ class Bias:
         """The tensors whose numbers must be positive and at most LARGEST_SLOPE."""
         return {}
 
-    def part(self, rows: slice, heads: slice) -> Self:
-        """The bias of some heads in some rows of the batch."""
+    def without_nan(self) -> dict[str, Tensor]:
+        """What is required of numbers that a user gave -> a tensor [..., T] with NaN where they are refused."""
+        return {}
+
+    def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> Self:
+        """The bias of some heads in some rows of the batch, for some of the keys and queries at their places."""
         raise NotImplementedError
 
-    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias at distances int64 [B or 1, 1, ...], for every head: [B or 1, H, ...]."""
+    def between(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias of keys for queries at positions int64 [B or 1, 1, ...], for every head: [B or 1, H, ...]."""
+        return self.at_distance(key - query, dtype)
+
+    def at_distance(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bias at distances int64 [B or 1, 1, ...], for every head, where it depends on them alone."""
         raise NotImplementedError
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """Where a key in sight is hidden from a query: bool, as `between`; None for nowhere."""
+        return None
 
     def query_shift(self, away: Tensor, ahead: bool) -> Tensor | None:
         """What the bias of all keys on one side, beyond `separable_beyond`, loses for queries that stand `away` [R]
@@ -136,9 +154,10 @@ class Bias:
 
     def to(self, device: torch.device | str) -> Self:
         """The same bias on another device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)  # type: ignore[type-var]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return self.from_fields(
+            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +232,7 @@ class LinearBias(Bias):
     def sights(self, heads: int) -> tuple[Sight, ...]:
         return _look_both_ways(heads) if self.sees is None else tuple(self.sees)
 
-    def check_shapes(self, q: Tensor, causal: bool) -> None:
+    def check_shapes(self, q: Tensor, k: Tensor, causal: bool) -> None:
         batch, heads = q.shape[:2]
         for name, slopes in (("slopes", self.slopes), ("future", self.future)):
             if slopes is None:
@@ -235,7 +254,7 @@ class LinearBias(Bias):
     def positive(self) -> dict[str, Tensor]:
         return {"slopes": self.slopes} | ({} if self.future is None else {"future": self.future})
 
-    def part(self, rows: slice, heads: slice) -> LinearBias:
+    def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> LinearBias:
         def part_of(slopes: Tensor) -> Tensor:
             return slopes[heads] if slopes.dim() == 1 else slopes[rows, heads]
 
@@ -251,7 +270,7 @@ class LinearBias(Bias):
         past = torch.atleast_2d(self.slopes).to(dtype)
         return past, past if self.future is None else torch.atleast_2d(self.future).to(dtype)
 
-    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    def at_distance(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         past, future = (slopes[(..., *[None] * (distance.dim() - 2))] for slopes in self.both_slopes(dtype))
         steps = distance.to(dtype)
         return torch.where(steps > 0, future * (self.offset - steps), past * steps)
@@ -273,8 +292,8 @@ class LinearBias(Bias):
 
     def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.future is None:  # one slope for both sides
-            return {"slopes": _fold(sums["past"] + sums["future"], self.slopes)}
-        return {"slopes": _fold(sums["past"], self.slopes), "future": _fold(sums["future"], self.future)}
+            return {"slopes": fold_rows(sums["past"] + sums["future"], self.slopes)}
+        return {"slopes": fold_rows(sums["past"], self.slopes), "future": fold_rows(sums["future"], self.future)}
 
     def for_kernels(self, batch: int) -> KernelBias:
         slopes = _for_kernels(self.slopes)
@@ -329,7 +348,7 @@ class BucketBias(Bias):
     def separable_beyond(self) -> int:
         return self.max_distance
 
-    def check_shapes(self, q: Tensor, causal: bool) -> None:
+    def check_shapes(self, q: Tensor, k: Tensor, causal: bool) -> None:
         if self.table.device != q.device:
             raise ValueError(f"the table must be on q's device {q.device}, got {self.table.device}")
         if self.table.shape[1] != q.shape[1]:
@@ -337,10 +356,10 @@ class BucketBias(Bias):
                 f"the table must be [num_buckets, {q.shape[1]}] for this q, got {list(self.table.shape)}"
             )
 
-    def part(self, rows: slice, heads: slice) -> BucketBias:
+    def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> BucketBias:
         return replace(self, table=self.table[:, heads])
 
-    def at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+    def at_distance(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         return self.table.to(dtype)[self.bucket(distance)[:, 0]].movedim(-1, 1)
 
     def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -382,9 +401,6 @@ class BucketBias(Bias):
         return offset + torch.where(steps < exact, steps, coarse.clamp_max(buckets - 1))
 
 
-BIASES: tuple[type[Bias], ...] = (LinearBias, BucketBias)
-
-
 def learned_tensors(bias: Bias | None) -> list[Tensor]:
     """The tensors of a bias that are differentiable if they require grad."""
     return [] if bias is None else [t for name in bias.learned if (t := getattr(bias, name)) is not None]
@@ -395,7 +411,7 @@ def _look_both_ways(heads: int) -> tuple[Sight, ...]:
     return (both,) * heads
 
 
-def _fold(gradient: Tensor, slopes: Tensor) -> Tensor:
+def fold_rows(gradient: Tensor, slopes: Tensor) -> Tensor:
     """A gradient [B, H] in the shape and dtype of the slopes it belongs to."""
     return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
 

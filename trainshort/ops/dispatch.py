@@ -28,6 +28,7 @@ from trainshort.ops import operators, reference, sdpa
 from trainshort.ops.bias import learned_tensors
 from trainshort.ops.blocked import decode as blocked_decoding
 from trainshort.ops.blocked import run as blocked_backend
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
 from trainshort.ops.triton import run as triton_backend
@@ -82,13 +83,19 @@ def why_not_triton(q: Tensor) -> str | None:
     return None
 
 
+def _why_not_kernels(problem: Problem) -> str | None:
+    if isinstance(problem.bias, DecayBias):
+        return "it does not take a DecayBias yet"
+    return why_not_triton(problem.q)
+
+
 def takes_kernels(*tensors: Tensor) -> bool:
     """Whether kernels may compute something of these right now, with nobody asking for gradients or a graph."""
     return why_not_triton(tensors[0]) is None and is_eager(*tensors) and not is_recording(*tensors)
 
 
 def _why_not_triton_decoding(problem: Problem) -> str | None:
-    reason = why_not_triton(problem.q)
+    reason = _why_not_kernels(problem)
     if reason is not None:
         return reason
     if not problem.is_decoding:
@@ -154,7 +161,7 @@ PATHS = (
     Path("reference", "reference", _nothing_against, _run_reference, _never),
     Path("triton decoding", "triton", _why_not_triton_decoding, _run_triton_decoding, _may_skip_with_norms),
     Path("sdpa", "", sdpa.why_not, sdpa.attend, _never),
-    Path("triton", "triton", lambda problem: why_not_triton(problem.q), _run_triton, _may_skip_in_kernels),
+    Path("triton", "triton", _why_not_kernels, _run_triton, _may_skip_in_kernels),
     Path("blocked decoding", "blocked", _why_not_blocked_decoding, _run_blocked_decoding, _may_skip),
     Path("blocked", "blocked", _nothing_against, _run_blocked, _may_skip),
 )
@@ -207,7 +214,7 @@ def backend_for(q: Tensor) -> str:
 
 def certified_blocks(problem: Problem, block: int) -> Tensor:
     """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
-    return _windows(problem, block, of_kernels=backend_for(problem.q) == "triton")
+    return _windows(problem, block, of_kernels=problem.q.is_cuda and _why_not_kernels(problem) is None)
 
 
 def _windows(problem: Problem, block: int, of_kernels: bool) -> Tensor:

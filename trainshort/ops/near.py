@@ -139,6 +139,6 @@ def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
         for sight, sign in (("past", 1), ("future", -1)):
             blind = torch.tensor([s == sight for s in problem.sights], device=index.device)
             seen = seen & ~(blind[:, None, None] & (sign * distance > 0))
-        score = score + problem.linear.at(distance, torch.float64)
+        score = score + problem.linear.at_distance(distance, torch.float64)
         columns.append(torch.logsumexp(score.masked_fill(~seen, -math.inf), dim=-1))
     return torch.cat(columns, dim=-1)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import BIASES, FIELD_TYPES, SIGHTS, Bias
+from trainshort.ops.bias import FIELD_TYPES, SIGHTS, Bias
+from trainshort.ops.biases import BIASES
 from trainshort.ops.blocked import run as blocked_backend
 from trainshort.ops.problem import Problem, gradient_like
 from trainshort.ops.tracing import no_double_backward, no_vmap
@@ -90,8 +91,8 @@ def unpack(arguments: tuple[Any, ...]) -> Problem:
     bias: Bias | None = None
     for kind, names in _BIAS_FIELDS.items():
         own = {name: values.pop(name) for name in names}
-        if own[kind.learned[0]] is not None:
-            bias = kind(**own)
+        if any(own[name] is not None for name in kind.learned):
+            bias = kind.from_fields(**own)
     starts = values.pop("query_starts")
     if starts is not None:
         values["query_start"] = starts

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import BIASES, Bias, LinearBias, Sight
+from trainshort.ops.bias import Bias, LinearBias, Sight
+from trainshort.ops.biases import BIASES, NAMES
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
@@ -141,6 +142,18 @@ class Problem:
             return position
         first, end = self.key_runs()
         return torch.minimum(torch.maximum(position, first - 1 - self.separable_beyond), end + self.separable_beyond)
+
+    def bias_positions(self) -> Tensor:
+        """The position of each query as its bias sees it, int64 [B or 1, Tq].
+
+        Where the bias is more than a function of distance, a query beyond all keys of its own sequence takes the
+        place of the nearest of them. That changes no weight either.
+        """
+        position = self.positions()
+        if self.bias is None or self.bias.by_distance:
+            return position
+        first, end = self.key_runs()
+        return torch.maximum(torch.minimum(position, end - 1), first)
 
     def key_runs(self) -> tuple[Tensor, Tensor]:
         """For each query the run of keys of its own sequence: [first, end), int64 [B or 1, Tq]."""
@@ -275,8 +288,8 @@ def check_shapes(problem: Problem) -> None:
     keys = k.shape[2]
     if problem.bias is not None:
         if not isinstance(problem.bias, BIASES):
-            raise TypeError(f"bias must be a LinearBias, a BucketBias or None, got {type(problem.bias).__name__}")
-        problem.bias.check_shapes(q, problem.causal)
+            raise TypeError(f"bias must be {NAMES} or None, got {type(problem.bias).__name__}")
+        problem.bias.check_shapes(q, k, problem.causal)
     _check_number("scale", problem.scale)
     _check_number("tolerance", problem.tolerance)
     if not 0.0 <= problem.tolerance < 1.0:

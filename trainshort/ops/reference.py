@@ -1,6 +1,6 @@
 """The specification: dense attention that reads like the formula.
 
-    score[i, j] = scale * q[i] . k[j] + bias(j - i)       where query i may see key j, else -inf
+    score[i, j] = scale * q[i] . k[j] + bias(i, j)        where query i may see key j, else -inf
     output[i]   = sum over j of softmax(score[i])[j] * v[j]
 
 It builds the whole length x length matrix, in float64 for float64 inputs and in float32 otherwise, and skips
@@ -31,7 +31,8 @@ def attend(problem: Problem) -> Tensor:
 def _document(problem: Problem, first: int, end: int) -> Problem:
     """One of the documents that are packed into a row."""
     q, k, v = (tensor[:, :, first:end] for tensor in (problem.q, problem.k, problem.v))
-    return replace(problem, q=q, k=k, v=v, cu_seqlens=None, key_norms=None)
+    bias = None if problem.bias is None else problem.bias.part(slice(None), slice(None), slice(first, end))
+    return replace(problem, q=q, k=k, v=v, bias=bias, cu_seqlens=None, key_norms=None)
 
 
 def _attend(problem: Problem) -> Tensor:
@@ -58,6 +59,9 @@ def visible(problem: Problem) -> Tensor:
     first, end = problem.key_runs()
     position = problem.positions()[:, None, :, None]
     in_run = ((key >= first[..., None]) & (key < end[..., None]))[:, None]  # [B or 1, 1, Tq, Tk]
+    if problem.bias is not None:
+        hidden = problem.bias.hides(problem.bias_positions()[:, None, :, None], key[None, None, None])
+        in_run = in_run if hidden is None else in_run & ~hidden
     if problem.causal:
         return in_run & (key <= position)
     looks_back = torch.tensor([sight != "future" for sight in problem.sights], device=key.device)
@@ -68,5 +72,5 @@ def visible(problem: Problem) -> Tensor:
 def bias_matrix(problem: Problem, dtype: torch.dtype) -> Tensor | float:
     """The bias of every pair, [B or 1, H, Tq, Tk]."""
     key = torch.arange(problem.k.shape[2], device=problem.k.device)
-    distance = key - problem.positions()[:, None, :, None]  # [B or 1, 1, Tq, Tk]
-    return 0.0 if problem.bias is None else problem.bias.at(distance, dtype)
+    query = problem.bias_positions()[:, None, :, None]  # [B or 1, 1, Tq, 1]
+    return 0.0 if problem.bias is None else problem.bias.between(query, key[None, None, None], dtype)

@@ -1,4 +1,4 @@
-"""What only the contents of the small tensors of a call can tell: slopes, norms, padding, document borders.
+"""What only the contents of the small tensors of a call can tell: slopes, gates, norms, padding, document borders.
 
 They are looked at directly on a CPU, and by device-side assertions elsewhere, so that no check ever waits for a GPU.
 """
@@ -20,6 +20,8 @@ def check_values(problem: Problem) -> None:
     if problem.bias is not None:
         for name, slopes in problem.bias.positive().items():
             require_positive(name, slopes)
+        for what, marked in problem.bias.without_nan().items():
+            _require_no_nan(what, marked)
     if problem.key_norms is not None:
         _require_norms(problem.key_norms)
     mask = problem.key_padding_mask
@@ -67,6 +69,13 @@ def require_positive(name: str, slopes: Tensor) -> None:
         f"{name} must be positive and at most 2^64",
         lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
     )
+
+
+def _require_no_nan(what: str, marked: Tensor) -> None:
+    if _is_known(marked):
+        return
+    good = ~torch.isnan(marked)
+    _require(good, what, lambda: f": the number at position {int((~good).nonzero()[:, -1].amin())} is not")
 
 
 # Norms on a GPU that a cache keeps and writes itself, by address: there is nothing to look for in them at every step.

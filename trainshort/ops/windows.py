@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
+from trainshort.ops.bias import LinearBias
 from trainshort.ops.near import lse_lower_bound
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
@@ -70,7 +71,7 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go; a half in short rows
     (`SHORT`), which a few kernel calls compute whole. Slopes that lie on a GPU are not read: every head is looked at.
     """
-    if not problem.may_skip:
+    if not problem.may_skip or not isinstance(problem.bias, LinearBias):
         return None
     heads = problem.q.shape[1]
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import trainshort as ts
-from tests.ops.cases import left_padding, right_padding
+from tests.ops.cases import left_padding, random_gates, random_times, right_padding
 from tests.ops.contract.places import Place
 from tests.ops.dense import Case
 
@@ -150,6 +150,74 @@ FEATURES: dict[str, Callable[[Place], dict[str, Any]]] = {
     "scale_zero": lambda p: {"queries": p.length * 2 // 3, "scale": 0.0},
     "scale_negative": lambda p: {"queries": p.length * 2 // 3, "scale": -0.7},
 }  # fmt: skip
+
+
+def borders(place: Place, **features: Any) -> dict[str, Any]:
+    """Gates of zero: several in one head, of one token in each row, and at both ends."""
+    gates = random_gates(place.batch, place.heads, place.length)
+    gates[:, 0, [0, 40, 41, 140]] = -torch.inf
+    gates[:, -1, 128] = gates[-1, -1, -1] = -torch.inf
+    return {"bias": "gates", "log_gates": gates} | features
+
+
+def extremes(place: Place) -> torch.Tensor:
+    """Gates of one, of nearly one, and some that hardly let anything pass."""
+    gates = random_gates(place.batch, place.heads, place.length)
+    gates[:, 0] = 0.0
+    gates[:, 0, place.length // 2] = -1e5
+    gates[:, 1] = -1e-8
+    gates[:, 1, 70:] = -300.0
+    return gates
+
+
+FEATURES |= {
+    "gates": lambda p: {"bias": "gates"},
+    "gates_long": lambda p: {"bias": "gates", "queries": 2 * p.length + 30},
+    "gates_one_row_for_all": lambda p: {"bias": "gates", "log_gates": random_gates(1, p.heads, p.length)},
+    "gates_in_half": lambda p: {"bias": "gates", "log_gates": random_gates(p.batch, p.heads, p.length).half()},
+    "gates_in_float64": lambda p: {"bias": "gates", "log_gates": random_gates(p.batch, p.heads, p.length).double()},
+    "gates_both_sides": lambda p: symmetric(bias="gates"),
+    "gates_grouped": lambda p: {"bias": "gates", "heads": 4, "kv_heads": 2},
+    "gates_grouped_both_sides": lambda p: symmetric(bias="gates", heads=6, kv_heads=3),
+    "gates_fewer_queries": lambda p: {"bias": "gates", "queries": 70, "keys": 2 * p.length},
+    "gates_one_query": lambda p: {"bias": "gates", "queries": 1, "keys": 2 * p.length - 100},
+    "gates_query_start": lambda p: {"bias": "gates", "queries": 50, "keys": p.length, "query_start": p.length - 80},
+    "gates_query_start_beyond": lambda p: {"bias": "gates", "queries": 40, "keys": 200, "query_start": 180},
+    "gates_query_start_by_row": lambda p: symmetric(
+        bias="gates", batch=2, queries=p.length // 2, query_start=torch.tensor([p.length // 3, -7])
+    ),
+    "gates_left_padding": lambda p: {
+        "bias": "gates", "batch": 2, "key_padding_mask": left_padding(p.length, p.length // 2 - 10, length=p.length),
+    },
+    "gates_right_padding": lambda p: symmetric(
+        bias="gates", batch=2, key_padding_mask=right_padding(p.length - 10, 1, length=p.length)
+    ),
+    "gates_packed": lambda p: packed(0, 1, 150, 150, 300, bias="gates"),
+    "gates_packed_both_sides": lambda p: packed(0, 128, 140, 300, bias="gates", causal=False),
+    "gates_extreme": lambda p: {"bias": "gates", "log_gates": extremes(p)},
+    "gates_extreme_both_sides": lambda p: symmetric(
+        bias="gates", log_gates=extremes(p), future_gates=extremes(p).flip(1)
+    ),
+    "borders": lambda p: borders(p),
+    "borders_both_sides": lambda p: borders(p, causal=False, future_gates=borders(p)["log_gates"].flip(1, 2)),
+    "borders_and_fewer_queries": lambda p: borders(p, queries=p.length // 3, keys=p.length),
+    "borders_and_padding": lambda p: borders(
+        p, key_padding_mask=left_padding(*[p.length - 45 * (row + 1) for row in range(p.batch)], length=p.length)
+    ),
+    "borders_everywhere": lambda p: {
+        "bias": "gates", "log_gates": torch.full((p.batch, p.heads, p.length), -torch.inf),
+    },
+    "times": lambda p: {"bias": "times"},
+    "times_both_sides": lambda p: symmetric(bias="times", slopes=p.steep),
+    "times_by_row": lambda p: {
+        "bias": "times", "batch": 2, "slopes": p.steep_by_row,
+        "times": torch.stack((random_times(p.length), random_times(p.length, 1))),
+    },
+    "times_of_integers": lambda p: {"bias": "times", "times": random_times(p.length).long()},
+    "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
+    "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
+}  # fmt: skip
+WITHOUT_KERNELS = [name for name in FEATURES if name.startswith(("gates", "borders", "times"))]
 
 
 def feature_case(place: Place, feature: str, **more: Any) -> Case:

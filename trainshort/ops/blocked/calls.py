@@ -58,6 +58,15 @@ class BatchedCall:
             return keys
         return keys[0][:, None].expand(-1, min(self.group, self.heads.stop - self.heads.start), -1, -1)
 
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """A view of the piece's keys in tensors [B, H, Tk] that have a number for each query head: [X, Y, W]."""
+        return self.arrange(tensor[self.rows, self.heads, self.piece.key : self.piece.key + self.piece.keys])
+
+    def head_targets(self, tensor: Tensor, lanes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views to write to in such tensors, each with what belongs there."""
+        target = tensor[self.rows, self.heads, self.piece.key : self.piece.key + self.piece.keys]
+        yield target, lanes if self.group == 1 else lanes.flatten(0, 1)[None]
+
     def query_targets(self, tensor: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Views to write to, each with the lanes (of Y) that belong there."""
         yield self.queries(tensor), slice(None)
@@ -103,6 +112,13 @@ class GatheredCall:
     def keys(self, tensor: Tensor) -> Tensor:
         places = [(row, key) for row, _, key in self.places]
         return _gather(tensor, self.head // self.group, places, self.piece.keys)
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        return _gather(tensor, self.head, [(row, key) for row, _, key in self.places], self.piece.keys)
+
+    def head_targets(self, tensor: Tensor, lanes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for index, (row, _, key) in enumerate(self.places):
+            yield tensor[row, self.head, key : key + self.piece.keys], lanes[0, index]
 
     def query_targets(self, tensor: Tensor) -> Iterator[tuple[Tensor, slice]]:
         places = [(row, query) for row, query, _ in self.places]

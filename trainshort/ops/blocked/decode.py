@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE
+from trainshort.ops.bias import LARGEST_SLOPE, LinearBias
 from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.norms import UNDERFLOW
 from trainshort.ops.problem import BLOCK, Problem
@@ -40,8 +40,8 @@ def why_not(problem: Problem) -> str | None:
         return f"it runs on a CPU, got {q.device}"
     if problem.key_norms is None:
         return "it needs key_norms"
-    if problem.bias is None or not problem.bias.certifiable:
-        return "it needs a bias that keys can be skipped under, such as ALiBi"
+    if not isinstance(problem.bias, LinearBias):
+        return "it needs a LinearBias"
     if q.dtype not in (torch.float32, torch.float64):
         return f"it takes float32 and float64, got {q.dtype}"
     at_the_end = start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from trainshort.ops import threads
 from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.blocked.calls import BatchedCall, GatheredCall, Place, split_places
 from trainshort.ops.blocked.cut import Piece, PieceSizes, Segment, cut, segments
+from trainshort.ops.blocked.decay_pieces import DecayPieces
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.windows import visible_blocks
@@ -24,6 +25,13 @@ STRIP_ROWS = 1024  # and its largest from 768 on
 TOGETHER = 2**21  # elements of keys that the pieces of one call may hold
 CACHED = 2**19  # elements of the queries that one thread takes at once
 LARGEST_COPY = 2048  # keys: wider pieces are cheaper one by one than copied together
+
+
+def bias_of(problem: Problem, pieces: list[Piece], dtype: torch.dtype) -> PieceBias | DecayPieces:
+    """What the pieces of a problem add to their scores."""
+    if problem.bias is None or problem.bias.by_distance:
+        return PieceBias(problem, pieces, dtype)
+    return DecayPieces(problem, dtype)
 
 
 class Pass:
@@ -39,6 +47,7 @@ class Pass:
         self.batch, self.heads, self.queries, self.dim = self.q.shape
         self.group = self.heads // self.k.shape[1]
         self.beyond = problem.separable_beyond
+        self.by_distance = problem.bias is None or problem.bias.by_distance
         self.sizes = self._sizes(*lanes)
         self.segments = segments(problem) if self.k.shape[2] and self.queries else []
         self.windows = windows
@@ -46,7 +55,7 @@ class Pass:
         batched = list(self._batched_calls(whole))
         gathered = self._places(whole)
         every_piece = [call.piece for call in batched] + [piece for _, _, piece in gathered]
-        self.bias = PieceBias(self.problem, every_piece, self.dtype)
+        self.bias = bias_of(self.problem, every_piece, self.dtype)
         self.calls: list[BatchedCall | GatheredCall] = [*batched, *self._gathered_calls(gathered)]
         self.calls.sort(key=lambda call: not call.piece.fresh)
 
@@ -72,6 +81,8 @@ class Pass:
         if rows > BLOCK and not math.isfinite(self.v.sum().item()):
             rows = BLOCK  # 0 * inf is not 0: keep what a query block does not visit out of its pieces
         keys = max(min(budget // rows - rows, LARGEST_TILE) // rows, 1) * rows
+        if not self.by_distance:
+            keys = rows  # tiles are made one by one: no larger than the bias must be a matrix
         return PieceSizes(rows, keys, max(rows, min(STRIP_ROWS, keys)), length)
 
     # Which calls
@@ -88,7 +99,7 @@ class Pass:
         """Heads that visit everything, as many at a time as a bias tile no larger than q allows."""
         sights = self.problem.sights
         width = min(self.sizes.tile_keys, self.k.shape[2]) + self.sizes.rows
-        most = max(1, self.q.numel() // (self.sizes.rows * width))
+        most = max(1, self.q.numel() // (self.sizes.rows * width * (1 if self.by_distance else self.batch)))
         head = 0
         while head < self.heads:
             end = head + 1
@@ -108,7 +119,7 @@ class Pass:
     def _rows_of(self, segment: Segment) -> list[slice]:
         if segment.batch is not None:
             return [slice(segment.batch, segment.batch + 1)]
-        if self.group > 1 or self.problem.bias_differs_by_row:
+        if self.group > 1 or (self.by_distance and self.problem.bias_differs_by_row):
             return [slice(row, row + 1) for row in range(self.batch)]
         if not threads.is_inside():
             return [slice(0, self.batch)]
@@ -122,7 +133,7 @@ class Pass:
         if self.windows is None or all(whole):
             return gathered
         windows = self.windows.tolist()
-        own_bias = self.problem.bias_differs_by_row
+        own_bias = self.by_distance and self.problem.bias_differs_by_row
         for row in range(self.batch):
             for head in range(self.heads):
                 if whole[head]:
@@ -140,7 +151,7 @@ class Pass:
         for (head, _, piece), every_place in gathered.items():
             elements = piece.keys * self.dim
             most = max(1, min(max(2, TOGETHER // elements), self.k.numel() // elements))
-            if not self.fused:  # scores are held in full
+            if not self.fused or not self.by_distance:  # scores, or a bias for each place, are held in full
                 most = max(1, min(most, self.q.numel() // (piece.rows * piece.keys)))
             for places in split_places(every_place, most, copy=piece.keys <= LARGEST_COPY):
                 yield GatheredCall(piece, head, self.group, places)
@@ -159,26 +170,37 @@ class Pass:
 
     def _inputs(self, call: BatchedCall | GatheredCall) -> tuple[piece_kernels.Inputs, Tensor | None]:
         """What the kernels compute a call from, and what to add to its log-sum-exp."""
-        mask = self.bias.mask(call.piece, call.rows, call.heads)
-        shift = self.bias.shift(call.piece, call.rows, call.heads)
-        triangle = call.piece.is_triangle(self.problem.sights[call.heads.start])
+        triangle = self._is_fused(call) and call.piece.is_triangle(self.problem.sights[call.heads.start])
+        causal = triangle and piece_kernels.can_hide_future(self.problem.scale)
+        keys, values, hidden = call.keys(self.k), call.keys(self.v), self.bias.hidden(call)
+        if hidden is not None:  # what no query of the piece sees must not even be multiplied by zero
+            unseen = hidden.all(-2)[..., None]
+            keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
         inputs = piece_kernels.Inputs(
             call.queries(self.q),
-            call.keys(self.k),
-            call.keys(self.v),
-            None if mask is None else call.arrange(mask),
+            keys,
+            values,
+            self.bias.mask(call, causal),
             self.problem.scale,
-            causal=triangle and piece_kernels.can_hide_future(self.problem.scale),
+            causal,
         )
-        return inputs, None if shift is None else call.arrange(shift)
+        return inputs, self.bias.shift(call)
+
+    def _is_fused(self, call: BatchedCall | GatheredCall) -> bool:
+        return self.fused and not self.bias.straddles(call)
+
+    def _forward(self, call: BatchedCall | GatheredCall) -> Callable[..., tuple[Tensor, Tensor]]:
+        return piece_kernels.fused_forward if self._is_fused(call) else piece_kernels.plain_forward
+
+    def _backward(self, call: BatchedCall | GatheredCall) -> Callable[..., piece_kernels.Gradients]:
+        return piece_kernels.fused_backward if self._is_fused(call) else piece_kernels.plain_backward
 
     # The passes
 
     def forward(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, in the dtype of the arithmetic, or written to the tensors given."""
-        compute = piece_kernels.fused_forward if self.fused else piece_kernels.plain_forward
         if into is None and self._single_call():
-            return compute(self._inputs(self.calls[0])[0])
+            return self._forward(self.calls[0])(self._inputs(self.calls[0])[0])
         if into is None or into[0].dtype != self.dtype:
             out = torch.empty_like(self.q)
             lse = torch.empty(self.q.shape[:3], dtype=self.dtype, device=self.q.device)
@@ -189,7 +211,7 @@ class Pass:
             lse.zero_()
         for call in self.calls:
             inputs, shift = self._inputs(call)
-            part, part_lse = compute(inputs)
+            part, part_lse = self._forward(call)(inputs)
             if shift is not None:
                 part_lse = part_lse + shift
             for (target, lanes), (target_lse, _) in zip(
@@ -216,10 +238,9 @@ class Pass:
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
-        compute = piece_kernels.fused_backward if self.fused else piece_kernels.plain_backward
         out, grad = self._usable(out), self._usable(grad)
         if into is None and self._single_call() and not want_bias:
-            return compute(self._inputs(self.calls[0])[0], grad, out, lse)[:3]
+            return self._backward(self.calls[0])(self._inputs(self.calls[0])[0], grad, out, lse)[:3]
         dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
         # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
@@ -233,15 +254,14 @@ class Pass:
             inputs, shift = self._inputs(call)
             own_lse = call.queries(lse)
             own_lse = own_lse if shift is None else own_lse - shift
-            gradients = compute(inputs, call.queries(grad), call.queries(out), own_lse)
+            gradients = self._backward(call)(inputs, call.queries(grad), call.queries(out), own_lse)
             for target, lanes in call.query_targets(dq):
                 _put(target, gradients.q[:, lanes], store_queries)
             for total, parts in ((dk, gradients.k), (dv, gradients.v)):
                 for target, part in call.key_targets(total, parts):
                     _put(target, part, call in covering)
-            if want_bias and gradients.scores is not None:
-                for rows, heads, scores in call.by_head(gradients.scores):
-                    self.bias.add_gradients(call.piece, rows, heads, scores)
+            if want_bias:
+                self.bias.add_gradients(call, gradients)
         return dq, dk, dv
 
     def _covering_calls(self) -> list[BatchedCall]:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.bias import Bias
+from trainshort.ops.blocked.calls import BatchedCall, GatheredCall
 from trainshort.ops.blocked.cut import Piece
-from trainshort.ops.blocked.piece_kernels import sums_by_distance
+from trainshort.ops.blocked.piece_kernels import Gradients, sums_by_distance
 from trainshort.ops.problem import Problem
+
+Call = BatchedCall | GatheredCall
 
 
 class PieceBias:
@@ -34,13 +37,13 @@ class PieceBias:
         self.line = self._line(problem, distance, dtype)  # [B or 1, H, distances]
         self._tiles: dict[tuple[int, int, int, int], Tensor] = {}
         self._wide = torch.float32 if problem.q.device.type == "mps" else torch.float64  # for long sums
-        self._sums: dict[str, Tensor] | None = None  # of gradients
+        self.sums: dict[str, Tensor] = {}  # of gradients
 
     def _line(self, problem: Problem, distance: Tensor, dtype: torch.dtype) -> Tensor:
         if self.bias is None:
             line = problem.q.new_zeros((1, self.heads, len(distance)), dtype=dtype)
         else:
-            line = self.bias.at(distance[None, None], dtype).detach()
+            line = self.bias.at_distance(distance[None, None], dtype).detach()
         for sight, sign in (("past", 1), ("future", -1)):
             heads = [head for head, own in enumerate(problem.sights) if own == sight]
             if len(heads) == self.heads:
@@ -54,8 +57,21 @@ class PieceBias:
         """Whether rows of the batch have slopes of their own."""
         return self.line.shape[0] > 1
 
-    def mask(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
-        """What to add to the scores of a piece: [rows, heads, R or 1, W], or None for nothing."""
+    def straddles(self, call: Call) -> bool:
+        """Whether some query may not see all keys of the piece, for a border between them."""
+        return False
+
+    def hidden(self, call: Call) -> Tensor | None:
+        """Which keys of a piece a border hides from its queries: none."""
+        return None
+
+    def mask(self, call: Call, causal: bool) -> Tensor | None:
+        """What to add to the scores of a piece: [X, Y, R or 1, W], or None for nothing. causal: the kernel hides the
+        future by itself."""
+        mask = self._mask(call.piece, call.rows, call.heads)
+        return None if mask is None else call.arrange(mask)
+
+    def _mask(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
         if not self.differs_by_row:
             rows = slice(0, 1)
         if piece.kind == "tile":
@@ -86,18 +102,26 @@ class PieceBias:
             self._tiles[key] = copies.as_strided(shape, strides, copies.storage_offset() + self.tile_rows - 1)
         return self._tiles[key]
 
-    def shift(self, piece: Piece, rows: slice, heads: slice) -> Tensor | None:
-        """On a side: what each query adds to the bias of the one nearest to the keys, [rows, heads, R]."""
+    def shift(self, call: Call) -> Tensor | None:
+        """On a side: what each query adds to the bias of the one nearest to the keys, [X, Y, R]."""
+        piece = call.piece
         if piece.kind in ("tile", "still") or self.bias is None:
             return None
         away = torch.arange(piece.rows, device=self.line.device, dtype=self.dtype)
         if piece.kind == "right":
             away = piece.rows - 1 - away
         shift = self.bias.query_shift(away, ahead=piece.kind == "right")
-        return None if shift is None else shift[rows if shift.shape[0] > 1 else slice(0, 1), heads]
+        if shift is None:
+            return None
+        return call.arrange(shift[call.rows if shift.shape[0] > 1 else slice(0, 1), call.heads])
 
-    def add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
-        """Take in the gradients of a piece's scores, [rows, heads, R, W]."""
+    def add_gradients(self, call: Call, gradients: Gradients) -> None:
+        """Take in the gradients of a piece's scores, [X, Y, R, W]."""
+        assert gradients.scores is not None
+        for rows, heads, scores in call.by_head(gradients.scores):
+            self._add_gradients(call.piece, rows, heads, scores)
+
+    def _add_gradients(self, piece: Piece, rows: slice, heads: slice, scores: Tensor) -> None:
         if piece.kind == "still":
             by_distance, first = scores.to(self._wide).sum(-2), piece.distance  # [rows, heads, W]
         else:
@@ -108,16 +132,15 @@ class PieceBias:
             self.bias.add_gradients(self._own_sums(self.bias), rows, heads, by_distance, distance)
 
     def _own_sums(self, bias: Bias) -> dict[str, Tensor]:
-        if self._sums is None:
-            self._sums = bias.gradient_sums(self.batch, self.heads, self._wide)
-        return self._sums
+        if not self.sums:
+            self.sums = bias.gradient_sums(self.batch, self.heads, self._wide)
+        return self.sums
 
-    def take(self, other: PieceBias, rows: slice, heads: slice) -> None:
-        """Take in what another one has taken in for these rows of the batch and these heads."""
-        if self.bias is not None and other._sums is not None:
-            sums = self._own_sums(self.bias)
-            for name, found in other._sums.items():
-                sums[name][rows, heads] += found
+    def take(self, sums: dict[str, Tensor], rows: slice, heads: slice) -> None:
+        """Take in the sums of another one, for these rows of the batch and these heads."""
+        if self.bias is not None:
+            for name, found in sums.items():
+                self._own_sums(self.bias)[name][rows, heads] += found
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the learned fields of the bias, in their shapes and dtypes."""

@@ -32,7 +32,9 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    scores: Tensor | None  # [X, Y, R, W], from the plain kernels only
+    scores: Tensor | None = None  # [X, Y, R, W], from the plain kernels only
+    rows: Tensor | None = None  # their sums over keys [X, Y, R]
+    columns: Tensor | None = None  # and over queries [X, Y, W], from `fused_backward_with_sums` only
 
 
 class NonFiniteScoresError(Exception):
@@ -79,7 +81,7 @@ def fused_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
     if lanes > 1 or rows % 2 or causal or threads.is_inside() or torch.get_num_threads() == 1:
         dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-        return Gradients(dq, dk, dv, None)
+        return Gradients(dq, dk, dv)
     # The kernel's threads share lanes, not rows: make two lanes of one.
     halves = (1, 2, rows // 2)
     grad, q, out = (t.reshape(*halves, -1) for t in (grad, q, out))
@@ -87,7 +89,7 @@ def fused_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
         mask = mask.reshape(*halves, -1) if mask.shape[2] == rows else mask
     k, v = (t.expand(1, 2, -1, -1) for t in (k, v))
     dq, dk, dv = backward(grad, q, k, v, out, lse.reshape(halves), 0.0, False, attn_mask=mask, scale=scale)
-    return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True), None)
+    return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True))
 
 
 def _scores(piece: Inputs) -> Tensor:

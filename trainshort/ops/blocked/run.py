@@ -17,7 +17,8 @@ from torch import Tensor
 from trainshort.ops import threads
 from trainshort.ops import windows as windows_module
 from trainshort.ops.blocked import decode, piece_kernels, short
-from trainshort.ops.blocked.passes import Pass
+from trainshort.ops.blocked.decay_pieces import DecayPieces
+from trainshort.ops.blocked.passes import Pass, bias_of
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.splits import Split, splits_of
@@ -137,7 +138,7 @@ def backward_in(
             return dq, dk, dv, bias.gradients() if want_bias else {}
         dq, dk, dv = (gradient_like(t) for t in (problem.q, problem.k, problem.v))
 
-        def compute(split: Split) -> PieceBias:
+        def compute(split: Split) -> PieceBias | DecayPieces:
             own_windows = None if windows is None else split.queries(windows)
             own_out, own_lse, own_grad = (split.queries(tensor) for tensor in (out, lse, grad))
             own = (split.queries(dq), split.key_heads(dk), split.key_heads(dv))
@@ -153,9 +154,9 @@ def backward_in(
         biases = threads.run(compute, splits)
     if not want_bias:
         return dq, dk, dv, {}
-    total = PieceBias(problem, [], problem.accumulate_dtype)
+    total = bias_of(problem, [], problem.accumulate_dtype)
     for split, bias in zip(splits, biases, strict=True):
-        total.take(bias, split.rows, split.heads)
+        total.take(bias.sums, split.rows, split.heads)
     return dq, dk, dv, total.gradients()
 
 
@@ -168,7 +169,7 @@ def _backward_split(
     want_bias: bool,
     lanes: torch.Size,
     into: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias | DecayPieces]:
     fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
     run = Pass(problem, windows, fused, lanes)
     return run.backward(out, lse, grad, want_bias, into), run.bias

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from trainshort.ops.bias import LinearBias
 from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.problem import BLOCK, Problem
 
@@ -25,8 +26,7 @@ def fits(problem: Problem, windows: Tensor | None) -> bool:
     _, heads, queries, _ = q.shape
     return (
         windows is None
-        and problem.bias is not None
-        and problem.bias.certifiable
+        and isinstance(problem.bias, LinearBias)
         and not problem.bias.differs_by_row
         and problem.causal
         and piece_kernels.can_hide_future(problem.scale)

@@ -1,0 +1,270 @@
+"""DecayBias: what it is made from, what it refuses, and that it means what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainshort as ts
+from tests.ops.budget import Judge
+from tests.ops.cases import BACKENDS, random_case, random_gates, random_times
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def inputs(length: int = 40, heads: int = 2, batch: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn((batch, heads, length, dim), generator=generator) for _ in range(3))
+    return q, k, v
+
+
+@backends
+def test_constant_gates_are_alibi(backend: str) -> None:
+    q, k, v = inputs(300)
+    slopes = torch.tensor([0.25, 0.03])
+    gates = -slopes[None, :, None].expand(1, -1, 300)
+    expected = ts.alibi_attention(q, k, v, slopes, backend=backend)
+    for bias in (ts.DecayBias(gates), ts.DecayBias.at(torch.arange(300), slopes)):
+        torch.testing.assert_close(ts.attention(q, k, v, bias=bias, backend=backend), expected)
+    both = ts.alibi_attention(q, k, v, slopes, causal=False, backend=backend)
+    for bias in (ts.DecayBias(gates, future=gates), ts.DecayBias.at(torch.arange(300), slopes)):
+        torch.testing.assert_close(ts.attention(q, k, v, bias=bias, causal=False, backend=backend), both)
+
+
+@backends
+def test_what_a_gate_acts_on(backend: str) -> None:
+    """On every link from before its token to it or later; the first gate on none."""
+    q, k, v = inputs(6)
+    gates = torch.zeros(1, 2, 6)
+    plain = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    gates[..., 0] = -3.0
+    assert torch.equal(ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend), plain)
+    gates[..., 3] = -3.0
+    out = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    assert torch.equal(out[:, :, :3], plain[:, :, :3])
+    scores = q @ k.transpose(-2, -1) / 8**0.5
+    scores[..., 3:, :3] -= 3.0
+    scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(out, torch.softmax(scores, -1) @ v)
+
+
+@backends
+@pytest.mark.parametrize("value", [-torch.inf, -1e300])
+def test_nothing_crosses_a_closed_gate(backend: str, value: float) -> None:
+    q, k, v = inputs(300)
+    gates = random_gates(2, 2, 300).double()
+    gates[:, :, 170] = value
+    gates.requires_grad_()
+    out = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    alone = ts.attention(
+        *(t[:, :, 170:] for t in (q, k, v)), bias=ts.DecayBias(gates[:, :, 170:].detach()), backend=backend
+    )
+    torch.testing.assert_close(out[:, :, 170:], alone)
+    out.square().sum().backward()
+    assert gates.grad is not None
+    assert torch.isfinite(gates.grad).all()
+    assert bool((gates.grad[:, :, [0, 170]] == 0).all())
+    assert bool((gates.grad[:, :, [1, 169, 171, 299]] != 0).all())
+
+
+@backends
+def test_gates_that_close_and_never_open(backend: str) -> None:
+    q, k, v = inputs(200)
+    gates = torch.full((1, 2, 200), -torch.inf)
+    torch.testing.assert_close(ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend), v)
+    both = ts.attention(q, k, v, bias=ts.DecayBias(gates, future=gates), causal=False, backend=backend)
+    torch.testing.assert_close(both, v)
+
+
+@backends
+def test_nothing_leaks_across_a_border(backend: str) -> None:
+    """Keys that no query sees may hold anything: queries before the border are left out."""
+    q, k, v = inputs(300)
+    gates = torch.zeros(1, 2, 300)
+    gates[..., 150] = -torch.inf
+    few = q[:, :, 160:]
+    clean = ts.attention(few, k, v, bias=ts.DecayBias(gates), backend=backend)
+    for tensor in (k, v):
+        tensor[:, :, :20] = torch.nan
+    assert torch.equal(ts.attention(few, k, v, bias=ts.DecayBias(gates), backend=backend), clean)
+
+
+def test_sums_never_rise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 6.0 + 6.0 * torch.randn((1, 1, 65_536), generator=generator, dtype=torch.float64)
+    bias = ts.DecayBias(torch.nn.functional.logsigmoid(logits))
+    assert bias.gate_sums is not None
+    assert bool((bias.gate_sums.diff(dim=-1) <= 0).all())
+
+
+def test_differences_are_exact_at_a_million_tokens() -> None:
+    """The bias of near tokens, 2^20 tokens into a text, in a head that forgets by half a nat a token."""
+    gates = -0.5 - torch.rand((1, 1, 2**20), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    bias = ts.DecayBias(gates)
+    last = torch.arange(2**20 - 64, 2**20)
+    found = bias.between(last[None, None, :, None], last[None, None, None], torch.float32)[0, 0]
+    near = gates[0, 0, -64:].clone()
+    near[0] = 0.0
+    exact = near.cumsum(0)[:, None] - near.cumsum(0)
+    assert float((found.double() - exact).abs().max()) <= 2.0**-24 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_times_keep_their_digits(dtype: torch.dtype) -> None:
+    """Nanoseconds since 1970 and seconds with nine decimals: float32 would round them to 128 seconds."""
+    unit = 1 if dtype == torch.int64 else 1e-6
+    times = (torch.tensor([0, 0, 1, 3, 1000]) * unit).to(dtype) + (
+        1_790_000_000 if unit != 1 else 1_790_000_000 * 10**9
+    )
+    bias = ts.DecayBias.at(times, torch.ones(1) / unit)
+    index = torch.arange(5)
+    found = bias.between(index[None, None, :, None], index[None, None, None], torch.float32)[0, 0]
+    expected = -(
+        torch.tensor([0.0, 0.0, 1.0, 3.0, 1000.0])[:, None] - torch.tensor([0.0, 0.0, 1.0, 3.0, 1000.0])
+    ).abs()
+    torch.testing.assert_close(found, expected, atol=0.5 if unit != 1 else 0.0, rtol=0.0)
+
+
+@backends
+def test_half_gates_mean_what_they_hold(backend: str) -> None:
+    q, k, v = inputs(50)
+    gates = random_gates(2, 2, 50).bfloat16()
+    low = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    assert torch.equal(low, ts.attention(q, k, v, bias=ts.DecayBias(gates.double()), backend=backend))
+
+
+@backends
+def test_a_cache_that_grows(backend: str) -> None:
+    """A step of decoding with the gates of all tokens so far is a row of the whole."""
+    q, k, v = inputs(300)
+    gates = random_gates(2, 2, 300)
+    whole = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    for length in (1, 130, 300):
+        step = ts.attention(
+            q[:, :, length - 1 : length], k[:, :, :length], v[:, :, :length],
+            bias=ts.DecayBias(gates[..., :length]), key_norms=k[:, :, :length].norm(dim=-1), backend=backend,
+        )  # fmt: skip
+        torch.testing.assert_close(step, whole[:, :, length - 1 : length])
+        inside = ts.attention(
+            q[:, :, length - 1 : length], k, v, bias=ts.DecayBias(gates), query_start=length - 1, backend=backend
+        )
+        torch.testing.assert_close(inside, whole[:, :, length - 1 : length])
+
+
+GATES, TIMES = -torch.rand((2, 2, 40), generator=torch.Generator().manual_seed(0)), torch.arange(40.0)
+REFUSED: dict[str, Callable[[], ts.DecayBias]] = {
+    "log_gates must be at most 0": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7]), 1e-6)),
+    "position 7": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7, 9]), torch.nan)),
+    "log_gates must be a floating": lambda: ts.DecayBias(GATES.long()),
+    "log_gates must be \\[batch": lambda: ts.DecayBias(GATES[0]),
+    "log_gates must be \\[2, 2, 40\\]": lambda: ts.DecayBias(GATES[..., :39]),
+    "got \\[2, 1, 40\\]": lambda: ts.DecayBias(GATES[:, :1]),
+    "times must be finite and never go back": lambda: ts.DecayBias.at(TIMES.flip(0), torch.ones(2)),
+    "at position 39": lambda: ts.DecayBias.at(TIMES.index_fill(0, torch.tensor([39]), torch.inf), torch.ones(2)),
+    "times must be \\[40\\] or": lambda: ts.DecayBias.at(TIMES[:39], torch.ones(2)),
+    "times must be a tensor of integers": lambda: ts.DecayBias.at(TIMES.bool(), torch.ones(2)),
+    "slopes must be positive": lambda: ts.DecayBias.at(TIMES, torch.tensor([1.0, 0.0])),
+    "slopes must be \\[2\\] or": lambda: ts.DecayBias.at(TIMES, torch.ones(3)),
+    "slopes must be a floating": lambda: ts.DecayBias.at(TIMES, torch.ones(2).long()),
+    "pass causal=False": lambda: ts.DecayBias(GATES, future=GATES),
+}
+
+
+@backends
+@pytest.mark.parametrize("error", REFUSED)
+def test_refused(error: str, backend: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        ts.attention(*inputs(), bias=REFUSED[error](), backend=backend)
+
+
+def test_gates_of_both_sides_must_be_given() -> None:
+    with pytest.raises(ValueError, match="future="):
+        ts.attention(*inputs(), bias=ts.DecayBias(torch.zeros(1, 2, 40)), causal=False)
+
+
+def test_triton_says_why_not() -> None:
+    q, k, v = inputs()
+    bias = ts.DecayBias(torch.zeros(1, 2, 40))
+    with pytest.raises(RuntimeError, match="does not take a DecayBias yet"):
+        ts.attention(q, k, v, bias=bias, backend="triton")
+    assert "DecayBias" in ts.explain(q, k, v, bias=bias).why_not["triton"]
+
+
+@pytest.mark.parametrize("kind", ["gates", "times"])
+def test_compiled(kind: str) -> None:
+    """Gates to gradients in one graph."""
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, slopes: Tensor, times: Tensor) -> Tensor:
+        gates = torch.nn.functional.logsigmoid(logits)
+        bias = ts.DecayBias(gates) if kind == "gates" else ts.DecayBias.at(times, slopes)
+        return ts.attention(q, k, v, bias=bias).square().sum()
+
+    leaves = [*inputs(150), random_gates(2, 2, 150), torch.tensor([0.3, 0.01])]
+    found = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        for leaf in leaves:
+            leaf.grad = None
+            leaf.requires_grad_()
+        run(*leaves, random_times(150)).backward()
+        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+    assert len(found[0]) == 4
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_autocast_and_checkpointing() -> None:
+    leaves = [*inputs(150), random_gates(2, 2, 150)]
+    found = []
+    for checkpoint in (False, True):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return ts.attention(q, k, v, bias=ts.DecayBias(gates))
+
+        for leaf in leaves:
+            leaf.grad = None
+            leaf.requires_grad_()
+        out = (
+            torch.utils.checkpoint.checkpoint(attend, *leaves, use_reentrant=False) if checkpoint else attend(*leaves)
+        )
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+# The grids of other implementations' own tests. FoX: (rows, heads, queries, keys, head_dim), scores scaled by a half.
+FOX = [(4, 2, 1020, 2098, 64), (4, 2, 1024, 2048, 128)]
+# flash-linear-attention: (rows, length, key heads, heads, head_dim, scale).
+FLA = [(1, 63, 1, 1, 64, 1.0), (3, 111, 2, 2, 100, 1.0), (3, 1024, 2, 8, 60, 0.1), (3, 1024, 2, 8, 128, 0.1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", [0.0, 5.0])
+@pytest.mark.parametrize("shape", FOX)
+def test_grid_of_fox(shape: tuple[int, int, int, int, int], low: float) -> None:
+    rows, heads, queries, keys, dim = shape
+    generator = torch.Generator().manual_seed(24)
+    logits = low + 5.0 * torch.rand((rows, heads, keys), generator=generator)
+    case = random_case(
+        batch=rows, heads=heads, queries=queries, keys=keys, dim=dim, dtype=torch.float16, bias="gates", scale=0.5,
+        log_gates=torch.nn.functional.logsigmoid(logits),
+    )  # fmt: skip
+    Judge(case).check(case.run("blocked"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", FLA)
+def test_grid_of_flash_linear_attention(shape: tuple[int, int, int, int, int, float]) -> None:
+    rows, length, kv_heads, heads, dim, scale = shape
+    generator = torch.Generator().manual_seed(42)
+    gates = -0.01 - 0.09 * torch.rand((rows, heads, length), generator=generator)
+    case = random_case(
+        batch=rows, heads=heads, kv_heads=kv_heads, queries=length, dim=dim, scale=scale, dtype=torch.float16,
+        bias="gates", log_gates=gates,
+    )  # fmt: skip
+    Judge(case).check(case.run("blocked"))

@@ -1,0 +1,251 @@
+"""DecayBias: a bias c_i - c_j from a sequence c that never rises, given by gates or by times.
+
+Of c only differences count. It is held in float64, where a difference of near tokens, rounded once to float32, is
+exact as long as c has fallen by less than 2^29 in all. A rounded running sum may step upwards; here it is cut down to
+its running minimum, so that c never rises in the numbers themselves. Gates of zero stay out of the sum: each is a
+border that nothing crosses, and positions know the first key behind the last border.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import LARGEST_SLOPE, Bias, fold_rows
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class DecayBias(Bias):
+    """A penalty that grows from token to token by as much as each token says: FoX, CABLE, events at real times.
+
+    With a gate for each token and head, the bias of key j for query i >= j is the sum of the log gates of the tokens
+    after j up to i: the gate of a token acts on every link that crosses from before it to it or later, and that of
+    the first token on none. A gate of zero (-inf, or anything below -2^64) is a border: nothing attends across it.
+
+    Args:
+        log_gates: [B, H, T] or [1, H, T] for query heads and as many tokens as there are keys; at most 0. Any
+            floating point dtype. Differentiable if it requires grad, like `future`.
+        future: The log gates for attention to later tokens, like `log_gates`: key j > i costs the sum of those of the
+            tokens after i up to j. For causal=False, where it is needed.
+
+    `DecayBias.at` makes one from times. All gates are looked at, those of padding too: let them be 0.
+
+    Example:
+        >>> log_gates = torch.nn.functional.logsigmoid(gate(x)).transpose(1, 2)  # [B, H, T]
+        >>> ts.attention(q, k, v, bias=ts.DecayBias(log_gates))
+    """
+
+    gate_sums: Tensor | None = None  # c, float64 [B or 1, H, T]: NaN from the first gate on that is refused
+    gate_first: Tensor | None = None  # int32 [B or 1, H, T]: the first position that each may see
+    ahead_sums: Tensor | None = None  # the same for later keys
+    ahead_end: Tensor | None = None  # int32 [B or 1, H, T]: one past the last position that each may see
+    times: Tensor | None = None  # float64 [B or 1, T], relative to the first: NaN where they are out of order
+    rates: Tensor | None = None  # [H] or [B, H]: with these, c = -rate * time
+
+    learned = ("gate_sums", "ahead_sums", "rates")
+    certifiable = True
+    by_distance = False
+
+    def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
+        sums, closed = _running_sums("log_gates", log_gates)
+        self._set(gate_sums=sums, gate_first=_last_closed(closed))
+        if future is not None:
+            sums, closed = _running_sums("future", future)
+            self._set(ahead_sums=sums, ahead_end=_next_closed(closed))
+
+    @classmethod
+    def at(cls, times: Tensor, slopes: Tensor) -> DecayBias:
+        """Tokens that stand at times: the bias is -slope |time_i - time_j|, also for causal=False.
+
+        Args:
+            times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Integers and float64 keep
+                all of their digits.
+            slopes: [H] or [B, H], positive. Differentiable if it requires grad.
+
+        Example:
+            >>> ts.attention(q, k, v, bias=ts.DecayBias.at(seconds, ts.alibi_slopes(8)))
+        """
+        if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+            came = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
+            raise TypeError(f"DecayBias slopes must be a floating point tensor, got {came}")
+        if slopes.dim() not in (1, 2):
+            raise ValueError(f"DecayBias slopes must be [heads] or [batch, heads], got shape {list(slopes.shape)}")
+        return cls.from_fields(times=_relative(times), rates=slopes)
+
+    @classmethod
+    def from_fields(cls, **values: Any) -> Self:
+        bias = object.__new__(cls)
+        bias._set(**values)
+        return bias
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def differs_by_row(self) -> bool:
+        return any(tensor.shape[0] > 1 for name, tensor in self._tensors.items() if name != "rates") or (
+            self.rates is not None and self.rates.dim() == 2
+        )
+
+    def check_shapes(self, q: Tensor, k: Tensor, causal: bool) -> None:
+        (batch, heads), keys = q.shape[:2], k.shape[2]
+        for name, tensor in self._tensors.items():
+            if tensor.device != q.device:
+                raise ValueError(
+                    f"the DecayBias must be on q's device {q.device}, got {tensor.device}: move what it is made of"
+                )
+            good, wanted = True, ""
+            if name == "times":
+                good = tensor.shape[0] in (1, batch) and tensor.shape[1] == keys
+                wanted = f"times must be [{keys}] or [{batch}, {keys}]"
+            elif name == "rates":
+                good = tensor.shape[-1] == heads and (tensor.dim() == 1 or tensor.shape[0] == batch)
+                wanted = f"slopes must be [{heads}] or [{batch}, {heads}]"
+            elif name in ("gate_sums", "ahead_sums"):
+                good = tensor.shape[0] in (1, batch) and tensor.shape[1] == heads and tensor.shape[2] == keys
+                wanted = f"{_GIVEN[name]} must be [{batch}, {heads}, {keys}] (or 1 for the batch)"
+            if not good:
+                raise ValueError(
+                    f"DecayBias {wanted} for this q and k, one for each query head and key: got {list(tensor.shape)}"
+                )
+        if causal and self.ahead_sums is not None:
+            raise ValueError("a DecayBias with future describes attention to both sides: pass causal=False")
+        if not causal and self.rates is None and self.ahead_sums is None:
+            raise ValueError(
+                "a DecayBias of log gates describes causal attention: for causal=False pass the gates of the other "
+                "side as future= (the same ones for a symmetric bias)"
+            )
+
+    def positive(self) -> dict[str, Tensor]:
+        return {} if self.rates is None else {"slopes": self.rates}
+
+    def without_nan(self) -> dict[str, Tensor]:
+        named = {
+            "DecayBias log_gates must be at most 0 and not NaN": self.gate_sums,
+            "DecayBias future must be at most 0 and not NaN": self.ahead_sums,
+            "DecayBias times must be finite and never go back": self.times,
+        }
+        return {what: tensor for what, tensor in named.items() if tensor is not None}
+
+    def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> DecayBias:
+        def part_of(name: str, tensor: Tensor) -> Tensor:
+            if name == "rates":
+                return tensor[heads] if tensor.dim() == 1 else tensor[rows, heads]
+            if tensor.shape[0] > 1:
+                tensor = tensor[rows]
+            if name == "times":
+                return tensor[:, keys]
+            tensor = tensor[:, heads, keys]
+            borders = name in ("gate_first", "ahead_end") and keys.start
+            return (tensor - keys.start).clamp(0, tensor.shape[2]) if borders else tensor
+
+        return DecayBias.from_fields(**{name: part_of(name, tensor) for name, tensor in self._tensors.items()})
+
+    def levels(self) -> tuple[Tensor, Tensor]:
+        """c for earlier and for later keys: [B or 1, H, T], in float64, without gradient."""
+        if self.times is not None and self.rates is not None:
+            rates = torch.atleast_2d(self.rates.detach()).to(self.times.dtype)
+            past = -rates[..., None] * self.times[:, None]
+            return past, past
+        assert self.gate_sums is not None
+        past = self.gate_sums.detach()
+        return past, past if self.ahead_sums is None else self.ahead_sums.detach()
+
+    def between(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.times is not None and self.rates is not None:
+            gap = pick(self.times[:, None], query) - pick(self.times[:, None], key)
+            rates = torch.atleast_2d(self.rates).to(gap.dtype)
+            return (-rates[(..., *[None] * (gap.dim() - 2))] * gap.abs()).to(dtype)
+        assert self.gate_sums is not None
+        bias = pick(self.gate_sums, query) - pick(self.gate_sums, key)
+        if self.ahead_sums is not None:
+            bias = torch.where(key > query, pick(self.ahead_sums, key) - pick(self.ahead_sums, query), bias)
+        return bias.to(dtype)
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor | None:
+        hidden = None if self.gate_first is None else key < pick(self.gate_first, query)
+        if hidden is not None and self.ahead_end is not None:
+            hidden = hidden | (key >= pick(self.ahead_end, query))
+        return hidden
+
+    def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, total in sums.items():
+            tensor = self._tensors[name]
+            if name == "rates":
+                found[name] = fold_rows(total, tensor)
+            else:
+                found[name] = (total.sum(0, keepdim=True) if tensor.shape[0] == 1 else total).to(tensor.dtype)
+        return found
+
+
+_GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _running_sums(name: str, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Running sums of log gates that never rise, and which gates are closed: [B, H, T] each."""
+    if not isinstance(gates, Tensor) or not gates.is_floating_point():
+        came = gates.dtype if isinstance(gates, Tensor) else type(gates).__name__
+        raise TypeError(f"DecayBias {name} must be a floating point tensor, got {came}")
+    if gates.dim() != 3:
+        raise ValueError(f"DecayBias {name} must be [batch, heads, length], got shape {list(gates.shape)}")
+    wide = gates.to(_wide(gates.device))
+    closed = wide < -LARGEST_SLOPE
+    first = torch.arange(gates.shape[2], device=gates.device) == 0  # crossed by no link
+    steps = wide.masked_fill(closed | first, 0.0).masked_fill(~(wide <= 0), float("nan"))
+    sums = steps.cumsum(-1)
+    # The gradient is that of the sum: the running minimum differs from it by rounding alone.
+    return sums + (sums.cummin(-1).values - sums).detach(), closed
+
+
+def _last_closed(closed: Tensor) -> Tensor:
+    """For each position the last one up to it whose gate is closed, else 0: int32."""
+    index = torch.arange(closed.shape[-1], device=closed.device)
+    return torch.where(closed, index, 0).cummax(-1).values.to(torch.int32)
+
+
+def _next_closed(closed: Tensor) -> Tensor:
+    """For each position the first one behind it whose gate is closed, else the length: int32."""
+    length = closed.shape[-1]
+    index = torch.arange(length, device=closed.device)
+    later = torch.where(closed, index, length).flip(-1).cummin(-1).values.flip(-1)
+    return torch.nn.functional.pad(later[..., 1:], (0, min(1, length)), value=length).to(torch.int32)
+
+
+def _relative(times: Tensor) -> Tensor:
+    """Times since the first of a row, float64 [B or 1, T]; NaN where they go back or are not finite."""
+    if not isinstance(times, Tensor) or times.is_complex() or times.dtype == torch.bool:
+        came = times.dtype if isinstance(times, Tensor) else type(times).__name__
+        raise TypeError(f"DecayBias times must be a tensor of integers or of floating point numbers, got {came}")
+    if times.dim() not in (1, 2):
+        raise ValueError(f"DecayBias times must be [length] or [batch, length], got shape {list(times.shape)}")
+    times = torch.atleast_2d(times.detach())
+    wide = _wide(times.device)
+    since = (times - times[:, :1]).to(wide) if not times.is_floating_point() else times.to(wide)
+    if times.is_floating_point():
+        since = since - since[:, :1]
+    back = torch.nn.functional.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
+    return since.masked_fill(back | ~torch.isfinite(since), float("nan"))
+
+
+def pick(values: Tensor, index: Tensor) -> Tensor:
+    """The values [B or 1, H, T] at an index [B or 1, 1, ...], put inside 0..T-1: [B or 1, H, ...]."""
+    batch = max(values.shape[0], index.shape[0])
+    shape = (batch, values.shape[1], *index.shape[2:])
+    if values.shape[2] == 0:
+        return values.new_zeros(shape)
+    flat = index.clamp(0, values.shape[2] - 1).flatten(1)[:, None].expand(batch, values.shape[1], -1)
+    return values.expand(batch, -1, -1).gather(2, flat).reshape(shape)
