@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.ops.dense import Case, distances
+from tests.ops.dense import Case, bias_of
 
 FLOAT64_NOISE = 1e-9  # of summing a few thousand weights
 
@@ -22,19 +22,16 @@ def skipped(case: Case, spans: Sequence[Tensor]) -> list[Tensor]:
     """The mass of the keys in sight outside each of these spans of keys [B, H, Tq, 2]: float64 [B, H, Tq]."""
     batch, heads, queries, _ = case.q.shape
     group = heads // case.k.shape[1]
-    assert case.slopes is not None
-    past = torch.atleast_2d(case.slopes).double().expand(batch, heads)
-    future = past if case.future is None else torch.atleast_2d(case.future).double().expand(batch, heads)
     masses = [torch.empty((batch, heads, queries), dtype=torch.float64, device=case.q.device) for _ in spans]
-    steps = distances(case).double()  # [B or 1, Tq, Tk]
+    bias = bias_of(case, torch.float64)
+    assert isinstance(bias, Tensor)
+    bias = bias.expand(batch, heads, -1, -1)
     for row in range(batch):
-        step = steps[row if len(steps) > 1 else 0]
-        ahead = step > 0
         for head in range(heads):
             seen = case.seen[row, head]
             key = case.k[row, head // group].double().masked_fill(~seen.any(0)[:, None], 0.0)
             scores = (case.true_scale * case.q[row, head].double()) @ key.T
-            scores += torch.where(ahead, future[row, head] * (case.offset - step), past[row, head] * step)
+            scores += bias[row, head]
             weights = torch.softmax(scores.masked_fill_(~seen, -torch.inf), dim=-1).nan_to_num_(nan=0.0)
             before = torch.nn.functional.pad(weights, (1, 0)).cumsum_(-1)  # [Tq, Tk + 1]
             after = torch.nn.functional.pad(weights.flip(-1), (1, 0)).cumsum_(-1).flip(-1)

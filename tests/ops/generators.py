@@ -43,15 +43,16 @@ def cases(
     device: str | torch.device = "cpu",
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),
     lengths: tuple[int, int] = (129, 640),
+    kinds: str = "slopes",
 ) -> Iterator[Case]:
-    """Calls of attention whose windows can be checked against dense attention in float64."""
+    """Calls of attention whose windows can be checked against dense attention in float64. kinds: or "decay"."""
     number = seed * 1_000_000
     while True:
-        yield _on(_case(random.Random(number), dtypes, lengths), device)
+        yield _on(_case(random.Random(number), dtypes, lengths, kinds), device)
         number += 1
 
 
-def _case(choose: random.Random, dtypes: tuple[torch.dtype, ...], lengths: tuple[int, int]) -> Case:
+def _case(choose: random.Random, dtypes: tuple[torch.dtype, ...], lengths: tuple[int, int], kinds: str) -> Case:
     dtype = choose.choice(dtypes)
     length = choose.randint(*lengths)
     contents = [name for name in hostile.FINITE if dtype.itemsize > 2 or name not in WIDE_RANGE]
@@ -65,7 +66,7 @@ def _case(choose: random.Random, dtypes: tuple[torch.dtype, ...], lengths: tuple
         group = choose.choice((2, 4))
         case = replace(case, k=case.k[:, ::group], v=case.v[:, ::group])
     case = replace(case, **_place(choose, case))
-    case = replace(case, **_sides(choose, case))
+    case = replace(case, **(_decay(choose, case) if kinds == "decay" else _sides(choose, case)))
     return replace(case, key_norms=_norms(choose.choice(NORMS), case))
 
 
@@ -108,6 +109,43 @@ def _sides(choose: random.Random, case: Case) -> dict[str, Any]:
     if side == "left_right":
         features["future"] = _slopes(choose, case)
     return features
+
+
+def _decay(choose: random.Random, case: Case) -> dict[str, Any]:
+    """Gates of many kinds, or times, instead of slopes."""
+    causal = choose.random() < 0.6
+    keys, heads = case.k.shape[2], case.q.shape[1]
+    generator = torch.Generator().manual_seed(choose.randrange(2**40))
+    if choose.random() < 0.3:
+        gaps = torch.rand(keys, generator=generator, dtype=torch.float64)
+        gaps = gaps ** choose.choice((1.0, 4.0)) * (torch.rand(keys, generator=generator) < choose.choice((0.1, 1.0)))
+        times = 1.79e9 + gaps.cumsum(0)
+        return {"times": times, "causal": causal, "slopes": _slopes(choose, case)}
+
+    def gates() -> Tensor:
+        shape = (choose.choice((1, case.q.shape[0])), heads, keys)
+        offset = choose.choice((-4.0, 0.0, 2.0, 5.0)) + choose.choice((0.0, 2.0)) * torch.randn(
+            (heads, 1), generator=generator
+        )
+        logits = offset + choose.choice((0.0, 1.0, 6.0)) * torch.randn(shape, generator=generator)
+        found = torch.nn.functional.logsigmoid(logits)
+        kind = choose.choice(("plain", "plain", "borders", "cliffs", "constant", "bursts"))
+        if kind == "borders":
+            found[torch.rand(shape, generator=generator) < choose.choice((0.003, 0.03))] = -torch.inf
+        if kind == "cliffs":
+            found[torch.rand(shape, generator=generator) < 0.01] = choose.choice((-20.0, -1e5))
+        if kind == "constant":
+            found = -torch.atleast_2d(_slopes(choose, case))[:1, :, None].expand(1, heads, keys)
+        if kind == "bursts":
+            found = found * ((torch.arange(keys) // choose.choice((7, 100, 250))) % 2)
+        return found
+
+    return {
+        "slopes": None,
+        "log_gates": gates(),
+        "future_gates": None if causal else gates(),
+        "causal": causal,
+    }
 
 
 def _place(choose: random.Random, case: Case) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from tests.ops.generators import cases
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["slopes", "decay"])
 @pytest.mark.parametrize("seed", range(4))
-def test_certificates_counted(seed: int, record_property: Callable[[str, object], None]) -> None:
-    found = count(itertools.islice(cases(seed), 400))
+def test_certificates_counted(seed: int, kinds: str, record_property: Callable[[str, object], None]) -> None:
+    found = count(itertools.islice(cases(seed, kinds=kinds), 400))
     record_property("certified rows", found.rows)
     record_property("worst share of the tolerance", found.worst)
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
@@ -25,8 +26,9 @@ def test_certificates_counted(seed: int, record_property: Callable[[str, object]
     assert found.worst >= 0.9, "too loose to tell anything"
 
 
-def test_some_certificates_counted() -> None:
-    found = count(itertools.islice(cases(100, lengths=(129, 300)), 40))
+@pytest.mark.parametrize("kinds", ["slopes", "decay"])
+def test_some_certificates_counted(kinds: str) -> None:
+    found = count(itertools.islice(cases(100, lengths=(129, 300), kinds=kinds), 40))
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
     assert found.rows > 10_000
 

@@ -133,11 +133,11 @@ def attention(  # noqa: PLR0913  a public signature
     key_norms: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention with a bias that depends on distance.
+    """Attention with a bias that depends on where queries and keys stand.
 
     Args:
-        bias: A LinearBias (ALiBi), a BucketBias (T5) or None. Keys can be skipped under a LinearBias only:
-            `tolerance` and `key_norms` say nothing otherwise.
+        bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5) or None. Keys can be skipped under
+            the first two only: `tolerance` and `key_norms` say nothing otherwise.
 
     All other arguments, and what is returned, as in `alibi_attention`.
 
@@ -230,7 +230,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
     Args:
         slopes: [H] or [B, H]; None: the paper's. Or instead of it
-        bias: A LinearBias, for the variants of encoders.
+        bias: A LinearBias, for the variants of encoders, or a DecayBias.
         block: Queries and keys of a block.
 
     All other arguments as in `alibi_attention`.
@@ -252,7 +252,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not (isinstance(bias, Bias) and bias.certifiable):
-        raise TypeError(f"bias must be a LinearBias, got {type(bias).__name__}")
+        raise TypeError(f"bias must be a LinearBias or a DecayBias, got {type(bias).__name__}")
     problem = make_problem(
         q,
         k,

@@ -160,6 +160,21 @@ class DecayBias(Bias):
         past = self.gate_sums.detach()
         return past, past if self.ahead_sums is None else self.ahead_sums.detach()
 
+    def heights(self, place: Tensor, ahead: bool) -> tuple[Tensor, Tensor]:
+        """Numbers that rise towards the queries, as windows.py has them: of queries at these places [B or 1, Tq], and
+        of all keys. ahead: of later keys, from the last to the first. Each [B or 1, H, ...]."""
+        levels = self.levels()[ahead]
+        queries = pick(levels, place[:, None])
+        return (queries, levels.flip(-1)) if ahead else (-queries, -levels)
+
+    def first_visible(self, place: Tensor) -> Tensor | None:
+        """The first key that borders leave to queries at these places [B or 1, Tq]: int64 [B or 1, H, Tq]."""
+        return None if self.gate_first is None else pick(self.gate_first, place[:, None]).long()
+
+    def end_visible(self, place: Tensor) -> Tensor | None:
+        """One past the last key that borders leave to them."""
+        return None if self.ahead_end is None else pick(self.ahead_end, place[:, None]).long()
+
     def between(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
         if self.times is not None and self.rates is not None:
             gap = pick(self.times[:, None], query) - pick(self.times[:, None], key)

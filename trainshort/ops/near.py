@@ -66,9 +66,7 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
     tile = torch.arange(tiles, device=q.device) + before  # index of a tile's own keys among `means`
     first, end = (limit.expand(-1, queries) for limit in problem.key_runs())
     offset = (torch.arange(queries, device=q.device) % NEAR).to(dtype)  # place of a query in its tile
-    past, future = (
-        slope[..., None].to(dtype) for slope in problem.linear.both_slopes(torch.float64)
-    )  # [B or 1, H, 1]
+    gain_of = _LinearGain(problem, offset) if problem.bias_is_linear else _DecayGain(problem, low, whole)
 
     # Mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq].
     neighbours: list[Tensor] = []
@@ -79,14 +77,12 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
             from_tile = (tile + 1 if ahead else tile - steps).clamp(0, whole)
             to_tile = (tile + 1 + steps if ahead else tile).clamp(0, whole)
             neighbours.append(((sums[:, :, to_tile] - sums[:, :, from_tile]) / steps).to(dtype))
-            if ahead:
-                gain = math.log(run) - future * (NEAR - offset + (run - 1) / 2 - problem.linear.offset)
-            else:
-                gain = math.log(run) - past * (offset + (run + 1) / 2)
+            gain = gain_of(run, ahead, from_tile)
             place = (low + from_tile * NEAR).repeat_interleave(NEAR)[:queries]
             inside = (to_tile - from_tile == steps).repeat_interleave(NEAR)[:queries]
             inside = inside & (place >= first) & (place + run <= end)  # [B or 1, Tq]
             gain = gain.masked_fill(~inside[:, None], -math.inf)
+            gain = gain_of.inside_borders(gain, place, place + run)
             blind = [sight == ("past" if ahead else "future") for sight in problem.sights]
             gains.append(gain.masked_fill(torch.tensor(blind, device=q.device)[:, None], -math.inf))
     best = None
@@ -95,6 +91,55 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
         best = score if best is None else torch.maximum(best, score)
     assert best is not None
     return best
+
+
+class _LinearGain:
+    """ln n less the mean penalty of n neighbouring keys, for each query: [B or 1, H, Tq]."""
+
+    def __init__(self, problem: Problem, offset: Tensor) -> None:
+        """offset: the place of each query in its tile, [Tq]."""
+        self.offset, self.ahead_offset = offset, problem.linear.offset
+        self.past, self.future = (
+            slope[..., None].to(offset.dtype) for slope in problem.linear.both_slopes(torch.float64)
+        )  # [B or 1, H, 1]
+
+    def __call__(self, run: int, ahead: bool, from_tile: Tensor) -> Tensor:
+        """run: n; from_tile: the first tile of keys for each tile of queries."""
+        if ahead:
+            return math.log(run) - self.future * (NEAR - self.offset + (run - 1) / 2 - self.ahead_offset)
+        return math.log(run) - self.past * (self.offset + (run + 1) / 2)
+
+    def inside_borders(self, gain: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        return gain
+
+
+class _DecayGain:
+    """The same for a decay, in float64: ln n + c_i - mean(c_j)."""
+
+    def __init__(self, problem: Problem, low: int, whole: int) -> None:
+        """low, whole: first key and number of the tiles of keys."""
+        place = problem.bias_positions()
+        self.decay, self.queries = problem.decay, problem.q.shape[2]
+        self.first, self.end = self.decay.first_visible(place), self.decay.end_visible(place)
+        self.at_queries, self.means = [], []
+        for ahead, levels in enumerate(self.decay.levels()):
+            self.at_queries.append(self.decay.heights(place, bool(ahead))[0])
+            tiles = levels[:, :, low : low + whole * NEAR].unflatten(2, (whole, NEAR))
+            self.means.append(tiles.mean(-1) if whole else tiles.new_zeros(*levels.shape[:2], 1))
+
+    def __call__(self, run: int, ahead: bool, from_tile: Tensor) -> Tensor:
+        means = self.means[ahead]
+        steps = min(run // NEAR, means.shape[2])
+        mean = means.unfold(2, steps, 1).mean(-1)  # of `run` keys, from each tile on
+        mean = mean[:, :, from_tile.clamp(0, mean.shape[2] - 1)].repeat_interleave(NEAR, dim=2)[:, :, : self.queries]
+        penalty = self.at_queries[ahead] - mean if ahead else self.at_queries[ahead] + mean
+        return math.log(run) - penalty
+
+    def inside_borders(self, gain: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        """first, end: of the keys of each query, [Tq]."""
+        if self.first is not None:
+            gain = gain.masked_fill(first < self.first, -math.inf)
+        return gain if self.end is None else gain.masked_fill(end > self.end, -math.inf)
 
 
 def _products(q: Tensor, mean: Tensor) -> Tensor:
@@ -114,7 +159,7 @@ def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
 
     Queries may stand far behind the last key: their distances times the slope have more digits than a float32.
     """
-    position = problem.positions()
+    position, place = problem.positions(), problem.bias_positions()
     first, end = problem.key_runs()
     queries = problem.q.shape[2]
     width = 64 if queries <= 64 else 1
@@ -139,6 +184,10 @@ def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
         for sight, sign in (("past", 1), ("future", -1)):
             blind = torch.tensor([s == sight for s in problem.sights], device=index.device)
             seen = seen & ~(blind[:, None, None] & (sign * distance > 0))
-        score = score + problem.linear.at_distance(distance, torch.float64)
+        assert problem.bias is not None
+        at_query, at_key = place[:, None, rows, None], index[:, None]
+        hidden = problem.bias.hides(at_query, at_key)
+        seen = seen if hidden is None else seen & ~hidden
+        score = score + problem.bias.between(at_query, at_key, torch.float64)
         columns.append(torch.logsumexp(score.masked_fill(~seen, -math.inf), dim=-1))
     return torch.cat(columns, dim=-1)

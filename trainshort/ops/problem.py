@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainshort.ops.bias import Bias, LinearBias, Sight
 from trainshort.ops.biases import BIASES, NAMES
+from trainshort.ops.decay import DecayBias
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
@@ -70,9 +71,18 @@ class Problem:
         return self.bias is not None and self.bias.certifiable and self.tolerance > 0.0
 
     @property
+    def bias_is_linear(self) -> bool:
+        return isinstance(self.bias, LinearBias)
+
+    @property
     def linear(self) -> LinearBias:
-        """The bias of a problem whose keys may be skipped."""
+        """The bias of a problem whose keys may be skipped: this one or the next."""
         assert isinstance(self.bias, LinearBias)
+        return self.bias
+
+    @property
+    def decay(self) -> DecayBias:
+        assert isinstance(self.bias, DecayBias)
         return self.bias
 
     @property

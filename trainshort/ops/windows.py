@@ -16,18 +16,18 @@ Rounding is paid for: norms carry a slack of (D + 4) 2^-23 of their size, near s
 setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A
 NaN or an infinity in a norm makes the bound infinite, so that such a key is always visited and such a query visits
 everything.
-The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
+For a DecayBias -c_j stands for m j and -c_p for m p. The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainshort.ops import threads
-from trainshort.ops.bias import LinearBias
 from trainshort.ops.near import lse_lower_bound
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
@@ -57,11 +57,24 @@ def _certified_blocks(problem: Problem, block: int) -> Tensor:
         low, high = low.clone(), high.clone()
         low[:, heads] = torch.maximum(low[:, heads], first)
         high[:, heads] = torch.minimum(high[:, heads], last)
+        if not problem.bias_is_linear:
+            low, high = _inside_borders(problem, low, high, block)
         # Monotone in the query block, so that each key block serves one contiguous range of query blocks.
         low = low.masked_fill(empty, FAR).flip(-1).cummin(-1).values.flip(-1)
         high = high.masked_fill(empty, 0).cummax(-1).values
     low, high = low.masked_fill(empty, 0), high.masked_fill(empty, 0)
     return torch.stack((low, high), dim=-1).to(torch.int32)
+
+
+def _inside_borders(problem: Problem, low: Tensor, high: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Windows without the blocks that lie behind a border for all queries of a block."""
+    place = problem.bias_positions()
+    first, end = problem.decay.first_visible(place), problem.decay.end_visible(place)  # [B or 1, H, Tq]
+    if first is not None:
+        low = torch.maximum(low, _by_block(first, block, fill=FAR).amin(-1) // block)
+    if end is not None:
+        high = torch.minimum(high, -(-_by_block(end, block, fill=0).amax(-1) // block))
+    return low, high
 
 
 def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
@@ -71,25 +84,15 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     skip a quarter of its blocks, and the look as a whole if an eighth of all blocks could go; a half in short rows
     (`SHORT`), which a few kernel calls compute whole. Slopes that lie on a GPU are not read: every head is looked at.
     """
-    if not problem.may_skip or not isinstance(problem.bias, LinearBias):
+    if not problem.may_skip:
         return None
     heads = problem.q.shape[1]
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
     if query_blocks == 0 or key_blocks < 2:
         return None
-    bias = problem.linear
-    slopes = bias.slopes.detach()
-    if bias.future is not None:
-        slopes = torch.maximum(slopes, bias.future.detach())
-    if slopes.device.type != "cpu":
+    if problem.q.device.type != "cpu":
         return slice(0, heads)
-    steepest = torch.atleast_2d(slopes).amax(0).double()
-    shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
-    if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
-        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
-        kept = torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
-    else:
-        kept = (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
+    kept = _least_by_slopes(problem, block) if problem.bias_is_linear else _least_by_levels(problem, block)
     if float(kept.mean()) > (0.5 if _is_short(problem) else 0.875):
         return None
     promising = (kept <= 0.75).nonzero()[:, 0].tolist()
@@ -98,6 +101,39 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     group = heads // problem.k.shape[1]  # whole groups, so that their keys are a slice as well
     first, end = promising[0], promising[-1] + 1
     return slice(first // group * group, -(-end // group) * group)
+
+
+def _least_by_slopes(problem: Problem, block: int) -> Tensor:
+    """The share of its blocks that a head visits at least, whatever the norms are: float64 [H]."""
+    query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
+    bias = problem.linear
+    slopes = bias.slopes.detach()
+    if bias.future is not None:
+        slopes = torch.maximum(slopes, bias.future.detach())
+    steepest = torch.atleast_2d(slopes).amax(0).double()
+    shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
+    if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
+        sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
+        return torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
+    return (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
+
+
+def _least_by_levels(problem: Problem, block: int) -> Tensor:
+    """The same where c falls by ln(1/tolerance), or a border lies, within the row: float64 [H]."""
+    place = problem.bias_positions()[:, ::block]  # of the first query of each block, [B or 1, query blocks]
+    far = math.log(1.0 / problem.tolerance)
+    sight = place // block + 1 if problem.causal else torch.full_like(place, -(-problem.k.shape[2] // block))
+    least = sight[:, None].double()
+    for ahead in (False,) if problem.causal else (False, True):
+        queries, heights = problem.decay.heights(place, ahead)
+        ends = _by_block(heights, block)[..., -1].contiguous()
+        batch = max(ends.shape[0], queries.shape[0])
+        ends, queries = (t.expand(batch, -1, -1).contiguous() for t in (ends, queries))
+        least = least - torch.searchsorted(ends, queries - far)
+    border = problem.decay.first_visible(place)
+    if border is not None and problem.causal:
+        least = torch.minimum(least, (sight[:, None] - border // block).double())
+    return (least.clamp(min=1).sum(-1) / sight[:, None].sum(-1)).mean(0)
 
 
 def _is_short(problem: Problem) -> bool:
@@ -128,10 +164,12 @@ def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _by_block(rows: Tensor, block: int, fill: float) -> Tensor:
-    """[..., T] -> [..., ceil(T / block), block], the last block filled up."""
+def _by_block(rows: Tensor, block: int, fill: float | None = None) -> Tensor:
+    """[..., T] -> [..., ceil(T / block), block], the last block filled up, by its last number if none is given."""
     missing = -rows.shape[-1] % block
-    if missing:
+    if missing and fill is None:
+        rows = torch.cat((rows, rows[..., -1:].expand(*rows.shape[:-1], missing)), dim=-1)
+    elif missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
     return rows.unflatten(-1, (-1, block))
 
@@ -156,15 +194,65 @@ def _in_splits(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     return first, last
 
 
+class _Side(NamedTuple):
+    """One side of a bias by heights: a key of height h weighs exp(h - g) for a query of height g, times exp(score).
+
+    Heights rise towards the queries: m j and m p for a slope m, -c_j and -c_p for a decay.
+    """
+
+    queries: Tensor  # float64 [B or 1, H, Tq]
+    ends: Tensor  # of the nearest key of each key block, float64 [B or 1, H, key blocks]
+    fade: Tensor  # of all keys of a block less that, at most 0 and rising: [B or 1, H, 1 or key blocks, block]
+    series: Tensor  # ln of the sum of exp(fade) over a block: [B or 1, H, 1 or key blocks]
+
+
+def _slope_side(slopes: Tensor, position: Tensor, blocks: int, block: int) -> _Side:
+    """slopes: [B or 1, H]; position: of the queries, [B or 1, 1, Tq]."""
+    ends = (torch.arange(blocks, device=slopes.device) + 1) * block - 1
+    inside = torch.arange(1 - block, 1, device=slopes.device)  # position relative to the end of the block
+    # All keys as long as the longest: a geometric series.
+    series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
+    return _Side(
+        queries=slopes[..., None] * position,
+        ends=slopes[..., None] * ends,
+        fade=(slopes[..., None] * inside)[:, :, None],
+        series=series[..., None],
+    )
+
+
+def _level_side(queries: Tensor, heights: Tensor, block: int) -> _Side:
+    """queries: [B or 1, H, Tq]; heights: [B or 1, H, Tk]."""
+    by_block = _by_block(heights, block)
+    fade = by_block - by_block[..., -1:]
+    # Sums of numbers as large as these heights round to 2^-53 of them, a few times.
+    rounding = 2.0**-50 * heights[..., :1].abs().maximum(heights[..., -1:].abs())
+    return _Side(queries - rounding, by_block[..., -1], fade, torch.logsumexp(fade, dim=-1))
+
+
+def _side(problem: Problem, block: int, ahead: bool) -> _Side:
+    """One side of the bias of a problem. Later keys are mirrored: key j stands at blocks * block - 1 - j."""
+    blocks = -(-problem.k.shape[2] // block)
+    if not problem.bias_is_linear:
+        queries, heights = problem.decay.heights(problem.bias_positions(), ahead)
+        missing = blocks * block - heights.shape[2]
+        if ahead and missing:  # in front of the mirrored keys
+            heights = torch.cat((heights[..., :1].expand(-1, -1, missing), heights), dim=-1)
+        return _level_side(queries, heights, block)
+    past, future = (slope.double() for slope in problem.linear.both_slopes(torch.float64))  # [B or 1, H]
+    position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
+    if ahead:
+        return _slope_side(future, blocks * block - 1 - position - problem.linear.offset, blocks, block)
+    return _slope_side(past, position, blocks, block)
+
+
 def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """The first block that the past side proves necessary, and one past the last of the future side."""
     dim = problem.q.shape[3]
     slack = 1.0 + (dim + 4) * 2.0**-23
-    past, future = (slope.double() for slope in problem.linear.both_slopes(torch.float64))  # [B or 1, H]
     looks_back = [sight != "future" for sight in problem.sights]
     looks_ahead = [sight != "past" for sight in problem.sights]
     sides = torch.tensor([back + ahead for back, ahead in zip(looks_back, looks_ahead, strict=True)], device="cpu")
-    budget = torch.log(problem.tolerance / sides.double()).to(past.device)[None, :, None]  # [1, H, 1]
+    budget = torch.log(problem.tolerance / sides.double()).to(problem.q.device)[None, :, None]  # [1, H, 1]
 
     with torch.no_grad():
         query_norm = row_norms(problem.q).double() * (abs(problem.scale) * slack)  # x, [B, H, Tq]
@@ -174,7 +262,7 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         near = lse_lower_bound(problem, center, query_norm, norms.amax(-1))  # [B, H, Tq]
         norms = norms.repeat_interleave(problem.q.shape[1] // norms.shape[1], dim=1)
         edges = _edges(query_norm)  # [B, H, G]
-        position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
+        position = problem.positions()[:, None]  # [B or 1, 1, Tq]
         run_first, run_end = (limit[:, None] for limit in problem.key_runs())  # [B or 1, 1, Tq]
         # Where no lower bound is known, a query visits all that is in its sight. So does one whose x is not
         # finite, because then `near` is not either.
@@ -185,8 +273,9 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         first = torch.zeros(shape, dtype=torch.int64, device=problem.q.device)
         last = torch.full_like(first, FAR)
         if any(looks_back):
-            threshold = budget + past[..., None] * position + near
-            tail = _Tail(norms, past, block, by_block is not None)
+            back = _side(problem, block, ahead=False)
+            threshold = budget + back.queries + near
+            tail = _Tail(norms, back, block, by_block is not None)
             first = _skippable(tail, block, query_norm, edges, threshold)
             needed = (run_first // block).expand_as(stuck).masked_fill(~(stuck & (position >= run_first)), FAR)
             first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
@@ -194,11 +283,11 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         if any(looks_ahead):
             keys = problem.k.shape[2]
             blocks = -(-keys // block)
-            # Mirrored: key j stands at blocks * block - 1 - j, so that the tail grows from the far end.
+            # Mirrored, so that the tail grows from the far end.
             mirrored = torch.nn.functional.pad(norms, (0, blocks * block - keys), value=-math.inf).flip(-1)
-            place = blocks * block - 1 - position - problem.linear.offset
-            threshold = budget + future[..., None] * place + near
-            tail = _Tail(mirrored, future, block, False)
+            ahead = _side(problem, block, ahead=True)
+            threshold = budget + ahead.queries + near
+            tail = _Tail(mirrored, ahead, block, False)
             skipped = _skippable(tail, block, query_norm, edges, threshold)
             skipped = skipped.masked_fill(~torch.tensor(looks_ahead, device=last.device)[:, None], 0)
             last = blocks - skipped
@@ -220,27 +309,23 @@ def _edges(query_norm: Tensor) -> Tensor:
 
 
 class _Tail:
-    """Log-sums over blocks of keys of exp(x * norm + slope * (key - end of the block)), for any x."""
+    """Log-sums over blocks of keys of exp(x * norm + height), for any x."""
 
-    def __init__(self, norms: Tensor, slopes: Tensor, block: int, by_block: bool) -> None:
+    def __init__(self, norms: Tensor, side: _Side, block: int, by_block: bool) -> None:
         """norms: [B, H, Tk], -inf where there is no key; or [B, H, key blocks] that bound all keys of a block."""
         self.fade: Tensor | None = None
         if by_block:
             self.longest = norms  # [B, H, key blocks]
-            # All keys as long as the longest: a geometric series.
-            series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
-            self.series = series[..., None]
+            self.series = side.series
         else:
             tail = _by_block(norms, block, fill=-math.inf)  # [B, H, key blocks, block]
             self.longest = tail.amax(-1)
             spread = (tail - self.longest[..., None]).nan_to_num(nan=0.0, posinf=0.0)
             self.spread = spread.masked_fill(torch.isneginf(tail), -math.inf)
-            inside = torch.arange(1 - block, 1, device=norms.device)  # position relative to the end of the block
-            self.fade = (slopes[..., None] * inside).to(norms.dtype)[:, :, None]  # [B or 1, H, 1, block]
+            self.fade = side.fade.to(norms.dtype)
         # The largest term is at most `fade` away from zero.
-        self.rounding = 1e-5 + 2.0**-22 * block * slopes[..., None]
-        self.ends = (torch.arange(self.longest.shape[2], device=norms.device) + 1) * block - 1
-        self.places = slopes[..., None] * self.ends
+        self.rounding = 1e-5 - 2.0**-22 * side.fade[..., 0]
+        self.places = side.ends
 
     def table(self, x: Tensor) -> Tensor:
         """ln of the sum over all keys up to each block's end, of exp(x * norm + slope * key): [B, H, key blocks]."""

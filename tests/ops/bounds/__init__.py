@@ -39,6 +39,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         windows.unseen_keys,
         windows.padding_and_packing,
         windows.not_finite,
+        windows.decay,
         decoding.decoding,
         decoding.decoding_at_every_length,
         decoding.decoding_heads,

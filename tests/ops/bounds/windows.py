@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -25,8 +26,9 @@ from tests.ops.bounds.inputs import (
     upper_norms,
 )
 from tests.ops.cases import left_padding, right_padding
-from tests.ops.certificates import FLOAT64_NOISE, assert_monotone, shares
+from tests.ops.certificates import FLOAT64_NOISE, assert_monotone, count, shares
 from tests.ops.dense import Case
+from tests.ops.generators import cases
 
 
 def mean_of_near_keys() -> None:
@@ -243,3 +245,22 @@ def not_finite() -> None:
                     if case.causal:
                         missed = each.seen & ~replace(each, key_norms=blocks_of(norms, kind)).kept(block)
                         assert not bool(missed[row, head, :, at].any()), f"a norm of {value} is skipped"
+
+
+def as_gates(case: Case) -> Case:
+    """The same bias from gates, as long as the keys."""
+    assert case.slopes is not None
+    gates = -torch.atleast_2d(case.slopes).double()[..., None].expand(-1, -1, case.k.shape[2])
+    return replace(case, slopes=None, log_gates=gates, future_gates=None if case.causal else gates)
+
+
+def decay() -> None:
+    """Slopes as gates come as close to the tolerance as slopes; gates and times of many kinds never beyond it."""
+    assert_tight(as_gates(by_means(32, 0.02)), blocks=[1], tolerances=[4e-3, 1e-2], at_least=0.94)
+    assert_tight(as_gates(by_means(256, 0.01)), blocks=[1], tolerances=[1e-3, 1e-2], at_least=0.75)
+    case = as_gates(by_means(32, 0.02, queries=129))
+    for kind in ("blocks", "keys"):
+        given = replace(case, key_norms=blocks_of(upper_norms(case.k), kind))
+        assert_tight(given, blocks=[128], tolerances=geometric(5e-4, 8e-3, 40), at_least=0.85)
+    found = count(itertools.islice(cases(7, lengths=(129, 300), kinds="decay"), 40), blocks=(1, 64))
+    assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
