@@ -16,7 +16,9 @@ Rounding is paid for: norms carry a slack of (D + 4) 2^-23 of their size, near s
 setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A
 NaN or an infinity in a norm makes the bound infinite, so that such a key is always visited and such a query visits
 everything.
-For a DecayBias -c_j stands for m j and -c_p for m p. The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
+For a DecayBias -c_j stands for m j and -c_p for m p.
+
+The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
 
 from __future__ import annotations

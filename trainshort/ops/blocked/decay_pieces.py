@@ -59,6 +59,10 @@ class DecayPieces:
         early = self._first is not None and bool((call.queries(self._first).amax(-1) > key[..., 0]).any())
         return early or (self._end is not None and bool((call.queries(self._end).amin(-1) <= key[..., -1]).any()))
 
+    def is_one_sided(self, call: Call) -> bool:
+        """Whether all keys of a piece are earlier, or all later ones, so that sums of gradients are enough."""
+        return self.causal or call.piece.kind != "tile"
+
     def hidden(self, call: Call) -> Tensor | None:
         """Which keys of a piece a border hides from its queries: bool [X, Y, R, W]; None for none."""
         if not self.straddles(call):

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class Pass:
 
     def __init__(self, problem: Problem, windows: Tensor | None, fused: bool, lanes: torch.Size) -> None:
         self.fused, self.dtype = fused, problem.accumulate_dtype
+        self.sums = False  # whether q, k and v have channels for sums of the scores' gradients
         self.q, self.k, self.v = (self._usable(t.detach()) for t in (problem.q, problem.k, problem.v))
         self.problem = replace(problem, q=self.q, k=self.k, v=self.v)
         self.batch, self.heads, self.queries, self.dim = self.q.shape
@@ -187,13 +189,16 @@ class Pass:
         return inputs, self.bias.shift(call)
 
     def _is_fused(self, call: BatchedCall | GatheredCall) -> bool:
-        return self.fused and not self.bias.straddles(call)
+        return self.fused and not self.bias.straddles(call) and (not self.sums or self.bias.is_one_sided(call))
 
     def _forward(self, call: BatchedCall | GatheredCall) -> Callable[..., tuple[Tensor, Tensor]]:
         return piece_kernels.fused_forward if self._is_fused(call) else piece_kernels.plain_forward
 
     def _backward(self, call: BatchedCall | GatheredCall) -> Callable[..., piece_kernels.Gradients]:
-        return piece_kernels.fused_backward if self._is_fused(call) else piece_kernels.plain_backward
+        if not self.sums:
+            return piece_kernels.fused_backward if self._is_fused(call) else piece_kernels.plain_backward
+        compute = piece_kernels.fused_backward_with_sums if self._is_fused(call) else piece_kernels.plain_backward_of
+        return partial(compute, dim=self.dim)
 
     # The passes
 
@@ -239,9 +244,13 @@ class Pass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, in the dtype of the arithmetic, or written to the tensors given."""
         out, grad = self._usable(out), self._usable(grad)
+        targets = (self.q, self.k, self.v)
+        if want_bias and self.fused:
+            self.sums = True
+            self.q, self.k, self.v, out, grad = piece_kernels.with_sum_channels(self.q, self.k, self.v, out, grad)
         if into is None and self._single_call() and not want_bias:
             return self._backward(self.calls[0])(self._inputs(self.calls[0])[0], grad, out, lse)[:3]
-        dq, dk, dv = into or (gradient_like(t, self.dtype) for t in (self.q, self.k, self.v))
+        dq, dk, dv = into or (gradient_like(t, self.dtype) for t in targets)
         # Queries of one piece only are stored, not added; so are keys, by the calls that cover all of them once.
         store_queries = self._written() == lse.numel() and all(call.piece.fresh for call in self.calls)
         covering = self._covering_calls()

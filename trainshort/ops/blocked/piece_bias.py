@@ -61,6 +61,10 @@ class PieceBias:
         """Whether some query may not see all keys of the piece, for a border between them."""
         return False
 
+    def is_one_sided(self, call: Call) -> bool:
+        """Whether sums of the gradients of a piece's scores are enough for the gradient of the bias."""
+        return False
+
     def hidden(self, call: Call) -> Tensor | None:
         """Which keys of a piece a border hides from its queries: none."""
         return None

@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
     v: Tensor
     scores: Tensor | None = None  # [X, Y, R, W], from the plain kernels only
     rows: Tensor | None = None  # their sums over keys [X, Y, R]
-    columns: Tensor | None = None  # and over queries [X, Y, W], from `fused_backward_with_sums` only
+    columns: Tensor | None = None  # and over queries [X, Y, W], from `fused_backward_with_sums`
 
 
 class NonFiniteScoresError(Exception):
@@ -92,6 +92,26 @@ def fused_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     return Gradients(dq.reshape(1, 1, rows, -1), dk.sum(1, keepdim=True), dv.sum(1, keepdim=True))
 
 
+def with_sum_channels(q: Tensor, k: Tensor, *others: Tensor) -> list[Tensor]:
+    """The same tensors with a few channels more, for `fused_backward_with_sums`.
+
+    Ones of q meet zeros of k there, and the other way round, so that no score changes; the gradients of these zeros
+    are scale * the sums of the scores' gradients.
+    """
+    missing = 2 + -(q.shape[-1] + 2) % 4  # a multiple of 4 is faster
+    padded = [torch.nn.functional.pad(tensor, (0, missing)) for tensor in (q, k, *others)]
+    padded[0][..., q.shape[-1]] = 1.0
+    padded[1][..., q.shape[-1] + 1] = 1.0
+    return padded
+
+
+def fused_backward_with_sums(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor, dim: int) -> Gradients:
+    """All but the scale with the channels of `with_sum_channels`, behind the first `dim`."""
+    dq, dk, dv = fused_backward(piece, grad, out, lse)[:3]
+    rows, columns = dq[..., dim + 1] / piece.scale, dk[..., dim] / piece.scale
+    return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim], None, rows, columns)
+
+
 def _scores(piece: Inputs) -> Tensor:
     scores = piece.q @ piece.k.transpose(-2, -1) * piece.scale
     if piece.mask is None:
@@ -117,6 +137,12 @@ def plain_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
     dq = dscores @ piece.k * piece.scale
     dk = dscores.transpose(-2, -1) @ piece.q * piece.scale
     return Gradients(dq, dk, dv, dscores)
+
+
+def plain_backward_of(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor, dim: int) -> Gradients:
+    """The same of the first `dim` channels."""
+    piece = piece._replace(**{name: getattr(piece, name)[..., :dim] for name in ("q", "k", "v")})
+    return plain_backward(piece, grad[..., :dim], out[..., :dim], lse)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

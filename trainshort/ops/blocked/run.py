@@ -20,6 +20,7 @@ from trainshort.ops.blocked import decode, piece_kernels, short
 from trainshort.ops.blocked.decay_pieces import DecayPieces
 from trainshort.ops.blocked.passes import Pass, bias_of
 from trainshort.ops.blocked.piece_bias import PieceBias
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.splits import Split, splits_of
 from trainshort.ops.windows import promising_heads
@@ -170,9 +171,14 @@ def _backward_split(
     lanes: torch.Size,
     into: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], PieceBias | DecayPieces]:
-    fused = _can_fuse(problem) and not want_bias and math.isfinite(lse.sum().item())
+    fused = _can_fuse(problem) and (not want_bias or _can_fuse_sums(problem)) and math.isfinite(lse.sum().item())
     run = Pass(problem, windows, fused, lanes)
     return run.backward(out, lse, grad, want_bias, into), run.bias
+
+
+def _can_fuse_sums(problem: Problem) -> bool:
+    """Whether the gradient of the bias needs no more than sums of the scores' gradients, as that of gates."""
+    return isinstance(problem.bias, DecayBias) and problem.bias.rates is None and abs(problem.scale) >= 2.0**-60
 
 
 def _can_fuse(problem: Problem) -> bool:
