@@ -42,7 +42,7 @@ class DecayBias(Bias):
     gate_first: Tensor | None = None  # int32 [B or 1, H, T]: the first position that each may see
     ahead_sums: Tensor | None = None  # the same for later keys
     ahead_end: Tensor | None = None  # int32 [B or 1, H, T]: one past the last position that each may see
-    times: Tensor | None = None  # float64 [B or 1, T], relative to the first: NaN where they are out of order
+    times: Tensor | None = None  # float64 [B or 1, T], relative to the first: NaN from where they are out of order
     rates: Tensor | None = None  # [H] or [B, H]: with these, c = -rate * time
 
     learned = ("gate_sums", "ahead_sums", "rates")
@@ -150,15 +150,15 @@ class DecayBias(Bias):
 
         return DecayBias.from_fields(**{name: part_of(name, tensor) for name, tensor in self._tensors.items()})
 
-    def levels(self) -> tuple[Tensor, Tensor]:
-        """c for earlier and for later keys: [B or 1, H, T], in float64, without gradient."""
+    def levels(self, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """c for earlier and for later keys, of all or some of them: [B or 1, H, T], in float64, without gradient."""
         if self.times is not None and self.rates is not None:
             rates = torch.atleast_2d(self.rates.detach()).to(self.times.dtype)
-            past = -rates[..., None] * self.times[:, None]
+            past = -rates[..., None] * self.times[:, None, keys]
             return past, past
         assert self.gate_sums is not None
-        past = self.gate_sums.detach()
-        return past, past if self.ahead_sums is None else self.ahead_sums.detach()
+        past = self.gate_sums.detach()[..., keys]
+        return past, past if self.ahead_sums is None else self.ahead_sums.detach()[..., keys]
 
     def heights(self, place: Tensor, ahead: bool) -> tuple[Tensor, Tensor]:
         """Numbers that rise towards the queries, as windows.py has them: of queries at these places [B or 1, Tq], and
@@ -241,7 +241,7 @@ def _next_closed(closed: Tensor) -> Tensor:
 
 
 def _relative(times: Tensor) -> Tensor:
-    """Times since the first of a row, float64 [B or 1, T]; NaN where they go back or are not finite."""
+    """Times since the first of a row, float64 [B or 1, T]; NaN from where they go back or are not finite."""
     if not isinstance(times, Tensor) or times.is_complex() or times.dtype == torch.bool:
         came = times.dtype if isinstance(times, Tensor) else type(times).__name__
         raise TypeError(f"DecayBias times must be a tensor of integers or of floating point numbers, got {came}")
@@ -253,7 +253,8 @@ def _relative(times: Tensor) -> Tensor:
     if times.is_floating_point():
         since = since - since[:, :1]
     back = torch.nn.functional.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
-    return since.masked_fill(back | ~torch.isfinite(since), float("nan"))
+    refused = (back | ~torch.isfinite(since)).cumsum(-1) > 0
+    return since.masked_fill(refused, float("nan"))
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         decoding.decoding_heads,
         decoding.decoding_rounding,
         decoding.decoding_extremes,
+        decoding.decoding_decay,
         ingredients.ingredients_large,
         ingredients.rounding,
         ingredients.long_sequences,

@@ -118,3 +118,20 @@ def decoding_extremes() -> None:
     for queries in (3, 100):  # the same overflow on the way of several queries
         several = replace(case, q=q.expand(-1, -1, queries, -1), tolerance=0.1)
         assert bool((several.kept(16) | ~several.seen).all())
+
+
+def decoding_decay() -> None:
+    """Gates that are open but for one: all keys before it weigh as much as the bound says, if they attract at all."""
+    worst = 0.0
+    for fall in torch.linspace(5.0, 40.0, 141).tolist():
+        one = decoding_case(1400, 0.05, repel=200, tolerance=1e-3)
+        gates = torch.zeros((1, 2, 1400), dtype=torch.float64)
+        gates[:, 0, 1200], gates[:, 1, 600] = -fall, -1e3
+        alone = replace(one, slopes=None, log_gates=gates[:, :1])
+        both = replace(by_heads([one, one]), slopes=None, log_gates=gates.flip(1))
+        for case in (alone, both):
+            told = float(shares(case, [128], [1e-3])[1e-3, 128].max())
+            seen = float(unvisited_mass(case, "blocked").max()) / 1e-3
+            assert max(told, seen) <= 1.0 + FLOAT64_NOISE, f"a fall by {fall}: skipped {told}, {seen} times too much"
+            worst = max(worst, seen)
+    assert worst >= 0.6, f"skipped only {worst} times the tolerance: too loose to tell"

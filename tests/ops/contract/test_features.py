@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.ops import hostile
-from tests.ops.cases import left_padding, right_padding
+from tests.ops.cases import left_padding, random_gates, right_padding
 from tests.ops.contract.features import FEATURES, WITHOUT_KERNELS, feature_case
 from tests.ops.contract.places import MODES, Place, formats, slow_in_interpreter
 from tests.ops.dense import Case
@@ -198,6 +198,7 @@ def random_combination(place: Place, seed: int) -> Case:
 
     packed, causal = pick(False, False, True), pick(True, False)
     kind = pick("linear", "linear", "linear", "bucket", "none")
+    kind = pick(kind, kind, *(() if place.backend == "triton" else ("gates", "times")))
     batch = 1 if packed else pick(1, 2) if place.interpreted else between(1, 3)
     heads, kv_heads = pick((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), *([] if place.interpreted else [(3, 1), (6, 2)]))
     keys = between(1, 260 if place.interpreted else 420)
@@ -208,11 +209,14 @@ def random_combination(place: Place, seed: int) -> Case:
     def slopes() -> Tensor:
         return 2.0 ** (-10.0 * torch.rand(pick((heads,), (batch, heads)), generator=generator))
 
-    if kind == "linear":
+    if kind == "gates":
+        features["log_gates"] = random_gates(pick(1, batch), heads, keys, seed)
+        features["log_gates"][..., :: pick(keys + 1, 50)] = -torch.inf
+    elif kind in ("linear", "times"):
         features["slopes"] = slopes()
-        if not causal:
-            features |= {"future": pick(None, slopes()), "offset": pick(0.0, 0.5, 1.0)}
-            features["sees"] = pick(None, [pick("past", "future", "both") for _ in range(heads)])
+    if kind == "linear" and not causal:
+        features |= {"future": pick(None, slopes()), "offset": pick(0.0, 0.5, 1.0)}
+        features["sees"] = pick(None, [pick("past", "future", "both") for _ in range(heads)])
     elif kind == "bucket":
         features |= {"bidirectional": pick(True, False), "max_distance": pick(20, 128, 300)}
         features["num_buckets"] = pick(8, 32)

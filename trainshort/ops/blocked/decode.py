@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE, LinearBias
+from trainshort.ops.bias import LARGEST_SLOPE
 from trainshort.ops.blocked import piece_kernels
 from trainshort.ops.norms import UNDERFLOW
 from trainshort.ops.problem import BLOCK, Problem
@@ -40,8 +40,8 @@ def why_not(problem: Problem) -> str | None:
         return f"it runs on a CPU, got {q.device}"
     if problem.key_norms is None:
         return "it needs key_norms"
-    if not isinstance(problem.bias, LinearBias):
-        return "it needs a LinearBias"
+    if problem.bias is None or not problem.bias.certifiable:
+        return "it needs a bias that keys can be skipped under, such as ALiBi"
     if q.dtype not in (torch.float32, torch.float64):
         return f"it takes float32 and float64, got {q.dtype}"
     at_the_end = start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1)
@@ -57,12 +57,22 @@ def why_not(problem: Problem) -> str | None:
 def attend(problem: Problem) -> Tensor | None:
     """Output [B, H, 1, D]; None where numbers came up that are not finite, or slopes or norms that can't be."""
     slopes = _slope_rows(problem)
-    if not all(0.0 < slope <= LARGEST_SLOPE for row in slopes for slope in row):
+    if not _are_good(problem, slopes):
         return None
     if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
         return None
     done = _forward(problem, _lows(problem, slopes), slopes)
     return None if done is None else done[0]
+
+
+def _are_good(problem: Problem, slopes: Slopes) -> bool:
+    """Whether slopes or rates are positive, and c holds no NaN, which would go on to the last key."""
+    if problem.bias_is_linear:
+        return all(0.0 < slope <= LARGEST_SLOPE for row in slopes for slope in row)
+    rates = problem.decay.rates
+    if rates is not None and not bool(((rates > 0) & (rates <= LARGEST_SLOPE)).all()):
+        return False
+    return not bool(problem.decay.levels(slice(problem.k.shape[2] - 1, None))[0].isnan().any())
 
 
 def windows_of(problem: Problem) -> Tensor:
@@ -92,8 +102,9 @@ Slopes = tuple[tuple[float, ...], ...]  # of every row of the batch, or one row 
 def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     """The first key to read for each key head: one list for the whole batch, or one a row under padding.
 
-    The geometric tail with the largest norm so far, against the query's own key:
-    W >= (s‖q‖K - s q.k_own + ln(1/tolerance) - ln(1 - e^-m)) / m.
+    The tail with the largest norm so far, against the query's own key: with N = s‖q‖K - s q.k_own + ln(1/tolerance),
+    a geometric series for a slope, W >= (N - ln(1 - e^-m)) / m; for a decay `keys` times its largest term, so that
+    all keys with c_j - c_own >= N + ln(keys) can go.
     """
     batch, heads, _, dim = problem.q.shape
     keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
@@ -114,19 +125,16 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
         slack = abs(problem.scale) * (1.0 + 4 * (dim + 4) * 2.0**-23)
         spare = -math.log(problem.tolerance) + 1e-5
         group = heads // kv_heads
+        first_of = partial(_first_by_slope, slopes, keys) if problem.bias_is_linear else _FirstByLevel(problem)
         rows = []
         for row in range(batch):
             lows = []
-            penalties = slopes[row if len(slopes) > 1 else 0]
             for head in range(kv_heads):
                 norm = (longest[row][head] + tiny) * slack
                 low = keys - 1  # a window holds the own key, however steep the slope
                 for member in range(group):
-                    slope = penalties[head * group + member]
                     nats = (lengths[row][head][member] + tiny) * norm - scores[row][head][member] * problem.scale
-                    width = (nats + spare - math.log(-math.expm1(-slope))) / slope
-                    # NaN compares false; a score of infinity gives -infinity: all of it.
-                    low = min(low, math.floor(keys - width) if 0.0 <= width < keys else 0)
+                    low = min(low, first_of(row, head * group + member, nats + spare))
                 lows.append(low // BLOCK * BLOCK)
             rows.append(lows)
     if problem.key_padding_mask is not None:
@@ -138,12 +146,39 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     return [_shared([min(low) for low in zip(*rows, strict=True)], keys, dim)]
 
 
+def _first_by_slope(slopes: Slopes, keys: int, row: int, head: int, nats: float) -> int:
+    """The first key to read where keys may weigh e^nats times the own one, each less by its penalty."""
+    slope = slopes[row if len(slopes) > 1 else 0][head]
+    width = (nats - math.log(-math.expm1(-slope))) / slope
+    # NaN compares false; a score of infinity gives -infinity: all of it.
+    return math.floor(keys - width) if 0.0 <= width < keys else 0
+
+
+class _FirstByLevel:
+    """The same for a decay, in whole blocks: a binary search in c at their ends, which never rises."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.keys = problem.k.shape[2]
+        self.own = problem.decay.levels(slice(self.keys - 1, None))[0][..., 0].tolist()  # [B or 1][H]
+        self.heights = -problem.decay.levels(slice(BLOCK - 1, None, BLOCK))[0]  # [B or 1, H, whole blocks]
+
+    def __call__(self, row: int, head: int, nats: float) -> int:
+        if not 0.0 <= nats < math.inf:
+            return 0
+        row = row if len(self.own) > 1 else 0
+        own = -self.own[row][head]
+        least = own - (nats + math.log(self.keys)) - 2.0**-50 * abs(own)
+        return min(int(torch.searchsorted(self.heights[row, head], least)) * BLOCK, self.keys - 1)
+
+
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     """The queries of a group as rows: [B, Hkv, G, D]."""
     return q if q.shape[1] == kv_heads else q[:, :, 0].unflatten(1, (kv_heads, -1))
 
 
 def _slope_rows(problem: Problem) -> Slopes:
+    if not problem.bias_is_linear:
+        return ()
     slopes = problem.linear.slopes
     return (tuple(slopes.tolist()),) if slopes.dim() == 1 else tuple(map(tuple, slopes.tolist()))
 
@@ -209,15 +244,18 @@ def _calls(
     for low, heads in groupby(lows):
         first, head = head, head + len(list(heads))
         start = max(low, begin)
-        bias = _bias(slopes, q.dtype, rows, keys - start, kv_heads)
         part = slice(first, head)
+        if problem.bias_is_linear:
+            bias = _bias(slopes, q.dtype, rows, keys - start, kv_heads)[:, part]
+        else:
+            bias = _decay_bias(problem, rows, part, start)
         yield torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[:, part],
             k[:, part, start:],
             v[:, part, start:],
             0.0,
             False,
-            attn_mask=bias[:, part],
+            attn_mask=bias,
             scale=problem.scale,
         )
 
@@ -227,6 +265,19 @@ def _bias(slopes: Slopes, dtype: torch.dtype, rows: slice, length: int, kv_heads
     if len(slopes) == 1 and length <= LONGEST_KEPT_BIAS:
         return _kept_bias(slopes, dtype, kv_heads)[..., LONGEST_KEPT_BIAS - length :]
     return _make_bias(slopes if len(slopes) == 1 else slopes[rows], dtype, kv_heads, length)
+
+
+def _decay_bias(problem: Problem, rows: slice, kv_heads: slice, start: int) -> Tensor:
+    """c_own - c_j of the keys from `start` on, -inf behind a border: [B or 1, Hkv, G, keys]."""
+    group = problem.q.shape[1] // problem.k.shape[1]
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    decay = problem.decay.part(rows, heads)
+    levels = decay.levels(slice(start, None))[0]
+    bias = (levels[..., -1:] - levels).to(problem.q.dtype)
+    if decay.gate_first is not None:
+        key = torch.arange(start, start + levels.shape[2], device=bias.device)
+        bias = bias.masked_fill(key < decay.gate_first[..., -1:], -math.inf)
+    return bias.unflatten(1, (-1, group))
 
 
 @lru_cache(maxsize=4)
