@@ -245,6 +245,24 @@ def test_keys_that_grow_faster_than_slopes_fade_are_noticed_or_harmless() -> Non
             assert float(error) <= 1e-2 * text.diameter()
 
 
+def test_keys_are_measured_anew_when_a_centre_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those in rings that keep their size: a key of length 0 may be far from the centre of the others."""
+    for choice in ("at_first", "later"):
+        monkeypatch.setattr(ring_sizes.RingSizes, choice, lambda *_: [bounded_keys.SETTLE] * KV_HEADS)
+    text, settled = Given(192), bounded_keys.SETTLE
+    text.slopes = torch.full((HEADS,), 0.5)
+    text.q *= 0.0
+    text.q[..., [10, 191], 0] = -1.5 * WIDTH**0.5  # x = 1.5
+    text.k *= 0.0
+    text.k[..., :86, 0] = 3.0  # so much the centre, and keys 86 to 95 are 0
+    text.k[..., settled:, 0] = 31.0  # where the last query does not look
+    cache = text.cache(tolerance=0.02)
+    text.attend(cache, [90] + [1] * 102)
+    assert cache.held.capacity_of.unique().tolist() == [settled]
+    assert float(text.weights()[..., 191, :settled].sum(-1).amin()) > 0.1  # of keys that are evicted
+    assert cache.failed()
+
+
 @pytest.mark.parametrize("where", ["q", "k"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_none_are_never_certified(bad: float, where: str) -> None:
