@@ -364,6 +364,15 @@ def test_a_prompt_is_a_tensor(prompt: Any) -> None:
         language_model().generate(prompt)  # the same without options
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_head_that_is_no_linear_layer(bounded: bool) -> None:
+    """Such as a quantized one, or one with adapters, which has no weight."""
+    model, tokens = language_model(), random_tokens(2, 10)
+    expected = model.generate(tokens, max_new_tokens=5, temperature=0.0)
+    model.head = torch.nn.Sequential(model.head)
+    assert torch.equal(model.generate(tokens, max_new_tokens=5, temperature=0.0, bounded=bounded), expected)
+
+
 def test_threads_may_share_a_model() -> None:
     """Each gets its own text, and the last one to end puts back the model's mode and leave to compile."""
     model, tokens = language_model(dropout=0.2).train(), random_tokens(1, 10)

@@ -206,7 +206,7 @@ def _is_little(model: LanguageModel, batch: int) -> bool:
     weights = sum(
         weight.numel() for module in model.modules() if isinstance(module, nn.Linear) for weight in [module.weight]
     )
-    return model.head.weight.device.type == "cpu" and batch * weights <= LITTLE
+    return model.trunk.embedding.weight.device.type == "cpu" and batch * weights <= LITTLE
 
 
 def _next_logits(model: LanguageModel, tokens: Tensor, cache: KeyValueCache | None, mask: Tensor | None) -> Tensor:
