@@ -291,8 +291,9 @@ def test_scores_beyond_float32_are_never_certified() -> None:
     assert cache.failed()
 
 
-def test_the_rounding_that_settings_allow_is_paid_for() -> None:
-    text = Given(300, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_rounding_that_settings_allow_is_paid_for(dtype: torch.dtype) -> None:
+    text = Given(300, dtype=dtype)
     matmul = torch.backends.mkldnn.matmul
     before, excess = matmul.fp32_precision, []
     for precision in ("ieee", "bf16"):

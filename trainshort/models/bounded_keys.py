@@ -341,4 +341,5 @@ def _center(keys: Tensor, real: Tensor | None) -> Tensor:
 def _coarse_products(dtype: torch.dtype) -> float:
     """Rounding of matrix products beyond float32's, relative, where torch's settings allow for it."""
     settings = [place.matmul.fp32_precision for place in (torch.backends.mkldnn, torch.backends.cuda)]
-    return 2.0**-6 if dtype == torch.float32 and not {"tf32", "bf16"}.isdisjoint(settings) else 0.0
+    coarse = dtype in (torch.float32, torch.float16) and not {"tf32", "bf16"}.isdisjoint(settings)
+    return 2.0**-6 if coarse else 0.0  # bfloat16 is multiplied as it is
