@@ -151,9 +151,9 @@ _evaluations: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDic
 def _as_written(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, and without compiled code, which would be compiled anew for many lengths."""
     compiled = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
-    with _evaluations.setdefault(model, _Shared()).inside(lambda: _evaluating(model)):
-        with _eager.inside(lambda: torch.compiler.set_stance("force_eager")) if compiled else nullcontext():
-            yield
+    eager = _eager.inside(lambda: torch.compiler.set_stance("force_eager")) if compiled else nullcontext()
+    with _evaluations.setdefault(model, _Shared()).inside(lambda: _evaluating(model)), eager:
+        yield
 
 
 @contextmanager

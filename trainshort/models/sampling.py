@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 COLDEST = 1e-30  # a temperature that float32 can divide by
 
 
