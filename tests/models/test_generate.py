@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import eval_frame
 
 import trainshort as ts
 from tests.models.small import EVERY_POSITION, language_model, left_padded, random_tokens
@@ -360,3 +362,40 @@ def test_a_prompt_is_a_tensor(prompt: Any) -> None:
         language_model().generate(prompt, max_new_tokens=3)
     with pytest.raises(TypeError, match="tokens must be an int tensor"):
         language_model().generate(prompt)  # the same without options
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_head_that_is_no_linear_layer(bounded: bool) -> None:
+    """Such as a quantized one, or one with adapters, which has no weight."""
+    model, tokens = language_model(), random_tokens(2, 10)
+    expected = model.generate(tokens, max_new_tokens=5, temperature=0.0)
+    model.head = torch.nn.Sequential(model.head)
+    assert torch.equal(model.generate(tokens, max_new_tokens=5, temperature=0.0, bounded=bounded), expected)
+
+
+def test_threads_may_share_a_model() -> None:
+    """Each gets its own text, and the last one to end puts back the model's mode and leave to compile."""
+    model, tokens = language_model(dropout=0.2).train(), random_tokens(1, 10)
+    expected = model.generate(tokens, max_new_tokens=8, temperature=0.0)
+    started, stance = threading.Barrier(2), eval_frame._stance.stance
+    found: dict[int, Tensor] = {}
+
+    def run(number: int, count: int) -> None:
+        began: list[bool] = []
+
+        def wait(_: Tensor) -> None:
+            if not began:
+                began.append(True)
+                started.wait(timeout=60)
+
+        found[number] = model.generate(tokens, max_new_tokens=count, temperature=0.0, on_token=wait)
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate((2, 8))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[0], expected[:, :12])
+    assert torch.equal(found[1], expected)
+    assert model.training
+    assert eval_frame._stance.stance == stance == "default"

@@ -7,8 +7,10 @@ a CUDA graph (stepping.py). Both give columns of tokens, and one loop hands them
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -120,16 +122,47 @@ def _graphed_steps(
     yield from GraphedSteps(step, text, required).columns(None if count is None else count - 1)
 
 
+class _Shared:
+    """Lets several threads be in one context at once: the first of them enters it, and the last one leaves it."""
+
+    def __init__(self) -> None:
+        self.threads, self.lock, self.entered = 0, threading.Lock(), ExitStack()
+
+    @contextmanager
+    def inside(self, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        with self.lock:
+            if self.threads == 0:
+                self.entered.enter_context(make())
+            self.threads += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.threads -= 1
+                if self.threads == 0:
+                    self.entered.close()
+
+
+_eager = _Shared()
+_evaluations: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def _as_written(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and without compiled code, which would be compiled anew for many lengths. Every part gets
-    its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
+    """In evaluation mode, and without compiled code, which would be compiled anew for many lengths."""
     compiled = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
+    eager = _eager.inside(lambda: torch.compiler.set_stance("force_eager")) if compiled else nullcontext()
+    with _evaluations.setdefault(model, _Shared()).inside(lambda: _evaluating(model)), eager:
+        yield
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode. Every part gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training
@@ -173,7 +206,7 @@ def _is_little(model: LanguageModel, batch: int) -> bool:
     weights = sum(
         weight.numel() for module in model.modules() if isinstance(module, nn.Linear) for weight in [module.weight]
     )
-    return model.head.weight.device.type == "cpu" and batch * weights <= LITTLE
+    return model.trunk.embedding.weight.device.type == "cpu" and batch * weights <= LITTLE
 
 
 def _next_logits(model: LanguageModel, tokens: Tensor, cache: KeyValueCache | None, mask: Tensor | None) -> Tensor:

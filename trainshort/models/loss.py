@@ -275,7 +275,7 @@ def _losses_of(logits: Tensor, targets: Tensor, ignore_index: int, gradient: boo
     logs = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))
     picked = logs.gather(1, index)[:, 0]
     losses = torch.where(counts, -picked, 0.0)
-    lse = logits.gather(1, index)[:, 0] - picked
+    lse = logits.amax(1) - logs.amax(1)  # of the largest: nothing cancels
     if gradient:
         _put_gradients(logits, logs, index, counts)
     return losses, lse
