@@ -119,7 +119,7 @@ class Shown:
         """Of all tokens but the first, for which the prompt was read."""
         seconds = self.times[-1] - self.times[0] if self.times else 0.0
         rate = f"{(self.count - 1) / seconds:,.1f} tokens/s, " if seconds else ""
-        return f"{rate}{self.count:,} new tokens, {prompt + self.count:,} in context"
+        return f"{rate}{self.count:,} new token{'s' * (self.count != 1)}, {prompt + self.count:,} in context"
 
 
 def run(flags: Flags) -> int:
