@@ -644,6 +644,14 @@ def test_what_is_refused() -> None:
         bounded_cache(model, 1).rollback(1)
 
 
+def test_a_class_made_of_the_full_cache_is_not_bounded() -> None:
+    class Own(ts.KeyValueCache):
+        pass
+
+    with pytest.raises(TypeError, match="Own is a full cache"):
+        Own(small_config(), 1, bounded=True)
+
+
 def test_it_is_a_key_value_cache_that_reports() -> None:
     model = language_model(**STEEP)
     cache = ts.KeyValueCache(model.config, 1, bounded=True)

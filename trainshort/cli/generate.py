@@ -23,7 +23,8 @@ EXAMPLES = """
 """
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LONGEST = 8  # tokens that wait for a character: no more than four bytes make one
+INCOMPLETE = 3  # the most replacement characters that stand for a character whose last bytes are missing
+LONGEST = 32  # tokens that wait for a character: beyond, they are shown as they are, so that few are decoded again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Stream:
         self.pending.append(token)
         text = self.decode(self.before + self.pending)
         waiting = len(self.pending) <= LONGEST
-        new = self._new(text.rstrip(REPLACEMENT) if waiting else text)
+        whole = max(len(text.rstrip(REPLACEMENT)), len(text) - INCOMPLETE) if waiting else len(text)
+        new = self._new(text[:whole])
         if self.shown == len(text) and (new or not waiting):
             self.before, self.pending = self.pending, []
             self.shown = len(self.decode(self.before))
@@ -117,7 +119,7 @@ class Shown:
         """Of all tokens but the first, for which the prompt was read."""
         seconds = self.times[-1] - self.times[0] if self.times else 0.0
         rate = f"{(self.count - 1) / seconds:,.1f} tokens/s, " if seconds else ""
-        return f"{rate}{self.count:,} new tokens, {prompt + self.count:,} in context"
+        return f"{rate}{self.count:,} new token{'s' * (self.count != 1)}, {prompt + self.count:,} in context"
 
 
 def run(flags: Flags) -> int:

@@ -55,6 +55,8 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        if bounded:
+            raise TypeError(f"{type(self).__name__} is a full cache: bounded=True is for KeyValueCache itself")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if capacity is not None and capacity < 1:
