@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_generate_shows_each_token_as_it_comes(
     run_cli(capsys, "generate", run_folder, "--prompt", "Line", "--max-new-tokens", "9", "--temperature", "0")
     assert shown[0] == "Line"
     assert len(shown) == 1 + 9 + 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """They are shown as pictures, and go into files and pipes as they are."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    Shown("a\x1b[2Jb\n\tc", ByteTokenizer()).start()
+    assert capsys.readouterr().out == ("a\N{SYMBOL FOR ESCAPE}[2Jb\n\tc" if terminal else "a\x1b[2Jb\n\tc")
 
 
 def test_characters_are_shown_when_all_their_bytes_are_there() -> None:

@@ -341,6 +341,32 @@ def test_arguments_that_cannot_be(use_cache: bool, options: dict[str, Any], matc
         language_model().generate(random_tokens(2, 10), **({"max_new_tokens": 3, "use_cache": use_cache} | options))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an int, or None for no end; got 2.5"),
+        ({"max_new_tokens": True}, TypeError, "max_new_tokens must be an int"),
+        ({"stop_tokens": 3}, TypeError, "stop_tokens must be several token ids.*got 3"),
+        ({"stop_tokens": "ab"}, TypeError, "stop_tokens must be several token ids"),
+        ({"seed": 2**64}, ValueError, "seed must be an int of 64 bits"),
+        ({"tolerance": 0.1}, ValueError, "tolerance is an option of bounded caches"),
+        ({"bounded": True, "use_cache": False}, ValueError, "bounded=True is a kind of cache"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_the_kind(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        language_model().generate(random_tokens(1, 4), **({"max_new_tokens": 3} | options))
+
+
+def test_a_tolerance_for_float64() -> None:
+    model, prompt = language_model().double(), random_tokens(1, 8)
+    with pytest.raises(ValueError, match="tolerance"):
+        model.generate(prompt, max_new_tokens=4, bounded=True)
+    bounded = model.generate(prompt, max_new_tokens=4, temperature=0.0, bounded=True, tolerance=1e-12)
+    assert torch.equal(bounded, model.generate(prompt, max_new_tokens=4, temperature=0.0))
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_mask_of_ints_is_refused(use_cache: bool) -> None:
     mask = torch.ones(2, 10, dtype=torch.int64)
