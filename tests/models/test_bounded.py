@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.small import VOCABULARY, language_model, left_padded, random_tokens, small_config
+from tests.models.small import VOCABULARY, in_pieces, language_model, left_padded, random_tokens, small_config
 from trainshort.models import bounded_keys, ring_sizes
 from trainshort.models.bounded import BoundedCache
 from trainshort.ops.threads import one_thread
@@ -38,17 +38,6 @@ def bounded_cache(model: ts.LanguageModel, batch: int, **options: Any) -> Bounde
     cache = model.make_cache(batch, bounded=True, **options)
     assert isinstance(cache, BoundedCache)
     return cache
-
-
-def in_pieces(model: ts.LanguageModel, tokens: Tensor, sizes: list[int], cache: Any, **first: Any) -> Tensor:
-    """Logits of all tokens; `first` goes with the first piece."""
-    assert sum(sizes) == tokens.shape[1]
-    out = []
-    with torch.no_grad():
-        for part in tokens.split(sizes, dim=1):
-            out.append(model(part, cache=cache, **first))
-            first = {}
-    return torch.cat(out, dim=1)
 
 
 # Attention itself: queries, keys and values are given, and the lost mass is known exactly.
