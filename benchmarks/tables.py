@@ -107,7 +107,80 @@ def decoding_gpu() -> str:
     return "\n".join(lines) + "\n"
 
 
+def models_training() -> str:
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    lines = [
+        "| length | weights | tokens/s | of the plain GPT's | peak memory, GiB | the plain GPT's |",
+        "| ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["training"]:
+        ours, plain = record["ours"], record["FlexAttention GPT"]
+        ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
+        lines.append(
+            f"| {record['length']:,} | {record['weights']} | {ours['tokens_per_second']:,.0f} | **{ratio:.2f}×** | "
+            f"{ours['peak_bytes'] / 2**30:.1f} | {plain['peak_bytes'] / 2**30:.1f} |"
+        )
+    first = data["first_step"]
+    lines += [
+        "",
+        f"The first step at 1,024 with empty caches takes {first['ours']:.0f} s, the plain GPT's "
+        f"{first['FlexAttention GPT']:.0f} s.",
+        _machine_of(data),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def models_decoding() -> str:
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    lines = ["| model | weights | rows | context | ms a token |", "| --- | --- | ---: | ---: | ---: |"]
+    for record in data["decoding"]:
+        if "error" in record:
+            lines.append(f"| {record['model']} | random | 1 | 2,048 | {record['error']} |")
+        else:
+            lines.append(
+                f"| {record['model']} | {record['weights']} | {record['rows']} | {record['context']:,} | "
+                f"**{record['ms']:.2f}** |"
+            )
+    for record in data["bounded"]:
+        lines.append(f"| ours, alibi, bounded cache | {record['weights']} | 1 | 65,536 | **{record['ms']:.2f}** |")
+    for record in data["seven_b"]:
+        lines.append(
+            f"| 7B, alibi ({record['of_bandwidth']:.0%} of the bandwidth) | random | 1 | {record['context']:,} | "
+            f"**{record['ms']:.2f}** |"
+        )
+    long = max(data["prefill"], key=lambda record: record["length"])
+    lines += [
+        "",
+        f"A prompt of {long['length']:,} tokens is read in {long['seconds'] * 1e3:.0f} ms.",
+        _machine_of(data),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def models_bounded() -> str:
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    lines = [
+        "| weights | tokens | held, MB | of a full cache | keys held | reruns |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["bounded"]:
+        lines += [
+            f"| {record['weights']} | {held['tokens']:,} | {held['bytes'] / 1e6:,.0f} | "
+            f"{held['bytes'] / held['full_bytes']:.2%} | {held['share_of_keys']:.2%} | {held['reruns']} |"
+            for held in record["held"]
+        ]
+    return "\n".join([*lines, "", _machine_of(data)]) + "\n"
+
+
+def _machine_of(data: dict) -> str:
+    about = data["about"]
+    return f"{about['machine']}; torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}."
+
+
 TABLES = {
+    "models_training": models_training,
+    "models_decoding": models_decoding,
+    "models_bounded": models_bounded,
     "attention_gpu": attention_gpu,
     "decoding_gpu": decoding_gpu,
     "buckets_gpu": buckets_gpu,

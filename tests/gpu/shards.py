@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Generator
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 # How many neighbours stay in one shard. Those of the contract share compiled kernels; those of tests/gpu are long.
 TOGETHER = {"tests/gpu/": 1, "tests/ops/contract/": 6}
+LOG = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "test_gpu.txt"
+UNKNOWN = 2.0  # seconds of a test that the log does not have
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif shard:
         index, count = (int(number) for number in shard.split("/"))
         parts = runs([item for item in items if item.get_closest_marker("alone") is None])
-        kept = [item for part in parts[index::count] for item in part]
+        kept = [item for part in even(parts, count)[index] for item in part]
     if results and Path(results).exists():
         done = {json.loads(line)["test"] for line in Path(results).read_text().splitlines()}
         kept = [item for item in kept if item.nodeid not in done]
@@ -52,6 +55,24 @@ def runs(items: list[pytest.Item]) -> list[list[pytest.Item]]:
         members, most = list(group), TOGETHER[folder]
         found += [members[first : first + most] for first in range(0, len(members), most)]
     return found
+
+
+def even(parts: list[list[pytest.Item]], count: int) -> list[list[list[pytest.Item]]]:
+    """The runs in shards that take about as long, by the times of the last log: longest first, to whom has least."""
+    times: dict[str, float] = {}
+    for line in LOG.read_text().splitlines() if LOG.exists() else ():
+        if match := re.match(r"passed +([\d.]+)s  (.*?)(?:  |$)", line):
+            times[match[2]] = float(match[1])
+    loads = sorted(
+        ((sum(times.get(item.nodeid, UNKNOWN) for item in part), part) for part in parts), key=lambda t: -t[0]
+    )
+    shards: list[list[list[pytest.Item]]] = [[] for _ in range(count)]
+    taken = [0.0] * count
+    for seconds, part in loads:
+        least = taken.index(min(taken))
+        shards[least].append(part)
+        taken[least] += seconds
+    return shards
 
 
 def _write(config: pytest.Config, **fields: object) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainshort as ts
-from tests.models.small import language_model, left_padded, random_tokens
+from tests.models.small import in_pieces, language_model, left_padded, random_tokens
 from tests.models.test_bounded import STEEP, startling_model, startling_text
 from trainshort.models import bounded_keys, ring_sizes
 from trainshort.models.bounded import BoundedCache
@@ -26,15 +25,6 @@ def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK", 8)
 
 
-def feed(model: ts.LanguageModel, tokens: Tensor, sizes: list[int], cache: Any, **first: Any) -> Tensor:
-    out = []
-    with torch.no_grad():
-        for part in tokens.split(sizes, dim=1):
-            out.append(model(part, cache=cache, **first))
-            first = {}
-    return torch.cat(out, dim=1)
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_logits_are_those_of_float64(kv_heads: int) -> None:
     model, tokens = language_model(num_kv_heads=kv_heads, **WIDE), random_tokens(2, 900)
@@ -43,7 +33,7 @@ def test_logits_are_those_of_float64(kv_heads: int) -> None:
         budget = float((model(tokens) - expected).abs().max())
     model = model.cuda()
     cache = model.make_cache(2, bounded=True)
-    found = feed(model, tokens.cuda(), [300, 1, 1, 1, 7, 290] + [1] * 300, cache)
+    found = in_pieces(model, tokens.cuda(), [300, 1, 1, 1, 7, 290] + [1] * 300, cache)
     assert isinstance(cache, BoundedCache)
     assert cache.report().evictions > 0
     assert float((found.cpu() - expected).abs().max()) <= 8.0 * budget + 1e-5
@@ -53,8 +43,8 @@ def test_logits_are_those_of_float64(kv_heads: int) -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     model, tokens = language_model(dtype=dtype, **WIDE).cuda(), random_tokens(2, 900).cuda()
     sizes = [300, 1, 1, 1, 297] + [1] * 300
-    full = feed(model, tokens, sizes, model.make_cache(2))
-    found = feed(model, tokens, sizes, model.make_cache(2, bounded=True))
+    full = in_pieces(model, tokens, sizes, model.make_cache(2))
+    found = in_pieces(model, tokens, sizes, model.make_cache(2, bounded=True))
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(tokens)
     budget = float((full.double() - exact).abs().max())
@@ -67,8 +57,8 @@ def test_padded_rows() -> None:
     tokens, mask = left_padded(rows)
     more = random_tokens(3, 150, seed=9)
     cache = model.make_cache(3, bounded=True)
-    feed(model, tokens.cuda(), [300], cache, key_padding_mask=mask.cuda())
-    found = feed(model, more.cuda(), [1] * 150, cache).cpu()
+    in_pieces(model, tokens.cuda(), [300], cache, key_padding_mask=mask.cuda())
+    found = in_pieces(model, more.cuda(), [1] * 150, cache).cpu()
     with torch.no_grad():
         for row, text in enumerate(rows):
             expected = model(torch.cat((text, more[row]))[None].cuda())[0, len(text) :].cpu()
@@ -118,7 +108,7 @@ def test_memory_does_not_grow() -> None:
     cache = model.make_cache(1, bounded=True)
     held = []
     for part in tokens.split(4000, dim=1):
-        feed(model, part, [3990] + [1] * 10, cache)
+        in_pieces(model, part, [3990] + [1] * 10, cache)
         held.append((cache.report().nbytes, torch.cuda.memory_allocated()))
     assert held[-1][0] == held[2][0]
     assert held[-1][1] <= held[2][1] + 4 * 2**18

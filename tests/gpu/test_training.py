@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tests.training.small import metrics_of, small_config, small_data
-from trainshort.models import LanguageModel
+from tests.training.small import count_graphs, metrics_of, small_config, small_data
 from trainshort.training import train as module
 from trainshort.training.ahead import BatchesAhead
 from trainshort.training.batches import Batches
@@ -59,15 +58,7 @@ def test_a_run_that_is_stopped_has_all_of_its_lines(data: Path, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_blocks_are_compiled_once_under_autocast(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    graphs: list[Any] = []
-
-    def count(graph: Any, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compile_blocks = LanguageModel.compile_blocks
-    monkeypatch.setattr(LanguageModel, "compile_blocks", lambda model: compile_blocks(model, backend=count))
+    graphs = count_graphs(monkeypatch)
     train(small_config(data, tmp_path / "run", device="cuda", num_layers=4), progress=False)
     assert len(graphs) == 1
 

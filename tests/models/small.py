@@ -77,3 +77,14 @@ def left_padded(rows: list[Tensor], filler: int = 0) -> tuple[Tensor, Tensor]:
     tokens = torch.stack([torch.cat((row.new_full((longest - len(row),), filler), row)) for row in rows])
     mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows])
     return tokens, mask
+
+
+def in_pieces(model: ts.LanguageModel, tokens: Tensor, sizes: list[int], cache: Any, **first: Any) -> Tensor:
+    """Logits of all tokens; `first` goes with the first piece."""
+    assert sum(sizes) == tokens.shape[1]
+    out = []
+    with torch.no_grad():
+        for part in tokens.split(sizes, dim=1):
+            out.append(model(part, cache=cache, **first))
+            first = {}
+    return torch.cat(out, dim=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.small import VOCABULARY, language_model, left_padded, random_tokens, small_config
+from tests.models.small import VOCABULARY, in_pieces, language_model, left_padded, random_tokens, small_config
 from trainshort.models import bounded_keys, ring_sizes
 from trainshort.models.bounded import BoundedCache
 from trainshort.ops.threads import one_thread
@@ -38,17 +38,6 @@ def bounded_cache(model: ts.LanguageModel, batch: int, **options: Any) -> Bounde
     cache = model.make_cache(batch, bounded=True, **options)
     assert isinstance(cache, BoundedCache)
     return cache
-
-
-def in_pieces(model: ts.LanguageModel, tokens: Tensor, sizes: list[int], cache: Any, **first: Any) -> Tensor:
-    """Logits of all tokens; `first` goes with the first piece."""
-    assert sum(sizes) == tokens.shape[1]
-    out = []
-    with torch.no_grad():
-        for part in tokens.split(sizes, dim=1):
-            out.append(model(part, cache=cache, **first))
-            first = {}
-    return torch.cat(out, dim=1)
 
 
 # Attention itself: queries, keys and values are given, and the lost mass is known exactly.
@@ -245,6 +234,24 @@ def test_keys_that_grow_faster_than_slopes_fade_are_noticed_or_harmless() -> Non
             assert float(error) <= 1e-2 * text.diameter()
 
 
+def test_keys_are_measured_anew_when_a_centre_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those in rings that keep their size: a key of length 0 may be far from the centre of the others."""
+    for choice in ("at_first", "later"):
+        monkeypatch.setattr(ring_sizes.RingSizes, choice, lambda *_: [bounded_keys.SETTLE] * KV_HEADS)
+    text, settled = Given(192), bounded_keys.SETTLE
+    text.slopes = torch.full((HEADS,), 0.5)
+    text.q *= 0.0
+    text.q[..., [10, 191], 0] = -1.5 * WIDTH**0.5  # x = 1.5
+    text.k *= 0.0
+    text.k[..., :86, 0] = 3.0  # so much the centre, and keys 86 to 95 are 0
+    text.k[..., settled:, 0] = 31.0  # where the last query does not look
+    cache = text.cache(tolerance=0.02)
+    text.attend(cache, [90] + [1] * 102)
+    assert cache.held.capacity_of.unique().tolist() == [settled]
+    assert float(text.weights()[..., 191, :settled].sum(-1).amin()) > 0.1  # of keys that are evicted
+    assert cache.failed()
+
+
 @pytest.mark.parametrize("where", ["q", "k"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_none_are_never_certified(bad: float, where: str) -> None:
@@ -273,8 +280,9 @@ def test_scores_beyond_float32_are_never_certified() -> None:
     assert cache.failed()
 
 
-def test_the_rounding_that_settings_allow_is_paid_for() -> None:
-    text = Given(300, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_rounding_that_settings_allow_is_paid_for(dtype: torch.dtype) -> None:
+    text = Given(300, dtype=dtype)
     matmul = torch.backends.mkldnn.matmul
     before, excess = matmul.fp32_precision, []
     for precision in ("ieee", "bf16"):
@@ -407,6 +415,7 @@ def test_it_raises_if_told_to_and_recovers() -> None:
     in_pieces(model, tokens[:, :500], [500], cache)
     with pytest.raises(ts.BoundedCacheError, match="after 500 tokens evicted keys could hold more"):
         in_pieces(model, tokens[:, 500:], [100], cache)
+    assert cache.length == 500
     found = in_pieces(model, tokens[:, 500:], [100], cache)  # the text runs again, with more memory
     with torch.no_grad():
         expected = model(tokens)[:, 500:]
@@ -421,13 +430,81 @@ def test_a_call_that_was_left_halfway_is_made_up_for() -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = model.trunk.blocks[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        in_pieces(model, tokens[:, 300:], [100], cache)
-    handle.remove()
-    found = in_pieces(model, tokens[:, 300:], [50, 50], cache)
+    for sizes in ([100], [1]):  # the second time while the text runs again
+        handle = model.trunk.blocks[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            in_pieces(model, tokens[:, 300 : 300 + sum(sizes)], sizes, cache)
+        handle.remove()
+        assert cache.length == cache.report().tokens == 300
+    found = in_pieces(model, tokens[:, cache.length :], [50, 50], cache)
     with torch.no_grad():
         torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
+
+
+def test_a_step_that_was_left_halfway_is_made_up_for() -> None:
+    """In one that is checked later, too: the key that it has overwritten in the first layer is nowhere else."""
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    cache = bounded_cache(model, 1)
+    in_pieces(model, tokens[:, :300], [300], cache)
+    cache.begin_steps()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.trunk.blocks[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        in_pieces(model, tokens[:, 300:301], [1], cache)
+    handle.remove()
+    cache.end_steps()
+    with pytest.raises(RuntimeError, match="feed a token, then begin steps"):
+        cache.begin_steps()
+    found = in_pieces(model, tokens[:, 300:], [1] * 100, cache)
+    assert cache.report().reruns == 1
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
+
+
+def test_going_back() -> None:
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    cache = bounded_cache(model, 1)
+    in_pieces(model, tokens[:, :300], [300], cache)
+    cache.rollback(100)
+    report = cache.report()
+    assert cache.length == report.tokens == 200
+    assert report.keys_held == report.evictions == 0
+    found = in_pieces(model, tokens[:, 200:], [200], cache)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens)[:, 200:], rtol=2e-5, atol=2e-4)
+    cache.rollback(400)
+    mask = torch.ones((1, 20), dtype=torch.bool)
+    in_pieces(model, tokens[:, :20], [20], cache, key_padding_mask=mask)  # a text of its own
+    assert cache.length == 20
+
+
+def test_modes_may_change() -> None:
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    with torch.inference_mode():
+        cache = bounded_cache(model, 1)
+        model(tokens[:, :50], cache=cache)
+    found = in_pieces(model, tokens[:, 50:], [150] + [1] * 200, cache)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens)[:, 50:], rtol=2e-5, atol=2e-4)
+
+
+def test_long_queries_before_anything_is_evicted_need_no_certificate() -> None:
+    text = Given(40, dtype=torch.float32)
+    text.q, text.k = text.q * 1e16, text.k * 1e16  # their products are not small beside the logarithm of nothing
+    cache = text.cache()
+    text.attend(cache, [30] + [1] * 10)
+    assert not cache.failed()
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.1, math.nan])
+def test_slopes_without_a_certificate_are_refused(slope: float) -> None:
+    text = Given(10)
+    text.slopes[1] = slope
+    with pytest.raises(ValueError, match="slopes must be positive"):
+        text.attend(text.cache(tolerance=1e-3), [10])
 
 
 def test_steps_can_be_checked_later() -> None:
@@ -554,6 +631,14 @@ def test_what_is_refused() -> None:
         model.generate(random_tokens(1, 5), max_new_tokens=1, bounded=True, use_cache=False)
     with pytest.raises(ValueError, match="at most the 0 tokens"):
         bounded_cache(model, 1).rollback(1)
+
+
+def test_a_class_made_of_the_full_cache_is_not_bounded() -> None:
+    class Own(ts.KeyValueCache):
+        pass
+
+    with pytest.raises(TypeError, match="Own is a full cache"):
+        Own(small_config(), 1, bounded=True)
 
 
 def test_it_is_a_key_value_cache_that_reports() -> None:

@@ -67,6 +67,18 @@ def test_float64_logits_are_the_same_to_many_digits(position: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-10)
 
 
+def test_modes_may_change() -> None:
+    """A cache that is made, or grows, in inference mode can be written to outside of it."""
+    model, tokens = language_model(), random_tokens(1, 700)
+    with torch.inference_mode():
+        cache = model.make_cache(1)
+        model(tokens[:, :100], cache=cache)
+        model(tokens[:, 100:300], cache=cache)
+    with torch.no_grad():
+        found = [model(part, cache=cache) for part in (tokens[:, 300:301], tokens[:, 301:])]
+        assert_same_logits(torch.cat(found, dim=1), model(tokens)[:, 300:])
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_way_of_cutting(data: st.DataObject) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import eval_frame
 
 import trainshort as ts
 from tests.models.small import EVERY_POSITION, language_model, left_padded, random_tokens
@@ -339,6 +341,32 @@ def test_arguments_that_cannot_be(use_cache: bool, options: dict[str, Any], matc
         language_model().generate(random_tokens(2, 10), **({"max_new_tokens": 3, "use_cache": use_cache} | options))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an int, or None for no end; got 2.5"),
+        ({"max_new_tokens": True}, TypeError, "max_new_tokens must be an int"),
+        ({"stop_tokens": 3}, TypeError, "stop_tokens must be several token ids.*got 3"),
+        ({"stop_tokens": "ab"}, TypeError, "stop_tokens must be several token ids"),
+        ({"seed": 2**64}, ValueError, "seed must be an int of 64 bits"),
+        ({"tolerance": 0.1}, ValueError, "tolerance is an option of bounded caches"),
+        ({"bounded": True, "use_cache": False}, ValueError, "bounded=True is a kind of cache"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_the_kind(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        language_model().generate(random_tokens(1, 4), **({"max_new_tokens": 3} | options))
+
+
+def test_a_tolerance_for_float64() -> None:
+    model, prompt = language_model().double(), random_tokens(1, 8)
+    with pytest.raises(ValueError, match="tolerance"):
+        model.generate(prompt, max_new_tokens=4, bounded=True)
+    bounded = model.generate(prompt, max_new_tokens=4, temperature=0.0, bounded=True, tolerance=1e-12)
+    assert torch.equal(bounded, model.generate(prompt, max_new_tokens=4, temperature=0.0))
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_mask_of_ints_is_refused(use_cache: bool) -> None:
     mask = torch.ones(2, 10, dtype=torch.int64)
@@ -360,3 +388,40 @@ def test_a_prompt_is_a_tensor(prompt: Any) -> None:
         language_model().generate(prompt, max_new_tokens=3)
     with pytest.raises(TypeError, match="tokens must be an int tensor"):
         language_model().generate(prompt)  # the same without options
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_head_that_is_no_linear_layer(bounded: bool) -> None:
+    """Such as a quantized one, or one with adapters, which has no weight."""
+    model, tokens = language_model(), random_tokens(2, 10)
+    expected = model.generate(tokens, max_new_tokens=5, temperature=0.0)
+    model.head = torch.nn.Sequential(model.head)
+    assert torch.equal(model.generate(tokens, max_new_tokens=5, temperature=0.0, bounded=bounded), expected)
+
+
+def test_threads_may_share_a_model() -> None:
+    """Each gets its own text, and the last one to end puts back the model's mode and leave to compile."""
+    model, tokens = language_model(dropout=0.2).train(), random_tokens(1, 10)
+    expected = model.generate(tokens, max_new_tokens=8, temperature=0.0)
+    started, stance = threading.Barrier(2), eval_frame._stance.stance
+    found: dict[int, Tensor] = {}
+
+    def run(number: int, count: int) -> None:
+        began: list[bool] = []
+
+        def wait(_: Tensor) -> None:
+            if not began:
+                began.append(True)
+                started.wait(timeout=60)
+
+        found[number] = model.generate(tokens, max_new_tokens=count, temperature=0.0, on_token=wait)
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate((2, 8))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[0], expected[:, :12])
+    assert torch.equal(found[1], expected)
+    assert model.training
+    assert eval_frame._stance.stance == stance == "default"

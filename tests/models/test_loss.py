@@ -156,6 +156,21 @@ def test_tokens_that_can_never_be(reduction: str) -> None:
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("logit", [-1e7, -torch.inf], ids=str)
+def test_targets_of_no_probability(reduction: str, logit: float) -> None:
+    """Their loss is huge or infinite; their gradients are those of the softmax, as ever."""
+    case = inputs(dtype=torch.float32)
+    assert case.bias is not None
+    with torch.no_grad():
+        case.bias[5] = logit
+    case.targets[:2] = 5
+    found = torch.autograd.grad(case.loss(reduction=reduction).sum(), case[:3])
+    expected = torch.autograd.grad(case.dense(reduction=reduction).sum(), case[:3])
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_strided_inputs_and_int32_targets() -> None:
     case = inputs()
     hidden = torch.stack((case.hidden, case.hidden), dim=-1).detach()[..., 0]

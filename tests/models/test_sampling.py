@@ -116,3 +116,25 @@ def test_without_a_seed_the_global_generator_decides() -> None:
     assert not torch.equal(model.generate(tokens, **options), first)
     torch.manual_seed(5)
     assert torch.equal(model.generate(tokens, **options), first)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-50}, {"top_p": 1e-300}], ids=str)
+def test_numbers_that_are_0_in_float32_choose_the_most_probable(options: dict[str, Any]) -> None:
+    model, tokens = language_model(), random_tokens(3, 10)
+    found = model.generate(tokens, max_new_tokens=5, seed=0, **options)
+    assert torch.equal(found, model.generate(tokens, max_new_tokens=5, temperature=0.0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(temperature: float) -> None:
+    model = language_model()
+    with torch.no_grad():
+        model.trunk.blocks[0].ffn.up.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="the logits are not finite"):
+        model.generate(random_tokens(1, 10), max_new_tokens=3, temperature=temperature)
+
+
+def test_stop_tokens_that_no_token_is() -> None:
+    model, tokens = language_model(), random_tokens(1, 10).int()
+    found = model.generate(tokens, max_new_tokens=3, temperature=0.0, stop_tokens=[2**40, -7, VOCABULARY])
+    assert torch.equal(found, model.generate(tokens, max_new_tokens=3, temperature=0.0))

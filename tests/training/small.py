@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from trainshort.data.config import PrepareConfig
 from trainshort.data.prepare import prepare
+from trainshort.models import LanguageModel
 from trainshort.training.config import TrainConfig
 from trainshort.training.metrics import read_metrics
 
@@ -69,3 +72,17 @@ def assert_same_run(left: Path, right: Path) -> None:
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype
         assert tensor.numpy().tobytes() == other[name].numpy().tobytes(), name
+
+
+def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that training compiles from now on, which are run as they are."""
+    torch.compiler.reset()
+    found: list[Any] = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    compile_blocks = LanguageModel.compile_blocks
+    monkeypatch.setattr(LanguageModel, "compile_blocks", lambda model: compile_blocks(model, backend=count))
+    return found

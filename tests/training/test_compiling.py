@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.training.small import metrics_of, small_config
-from trainshort.models import LanguageModel
+from tests.training.small import count_graphs, metrics_of, small_config
 from trainshort.training.train import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
@@ -17,17 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that training compiles, which are run as they are."""
-    torch.compiler.reset()
-    found: list[Any] = []
-
-    def count(graph: Any, example_inputs: Any) -> Any:
-        found.append(graph)
-        return graph.forward
-
-    compile_blocks = LanguageModel.compile_blocks
-    monkeypatch.setattr(LanguageModel, "compile_blocks", lambda model: compile_blocks(model, backend=count))
-    return found
+    return count_graphs(monkeypatch)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

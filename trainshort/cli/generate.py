@@ -23,7 +23,10 @@ EXAMPLES = """
 """
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LONGEST = 8  # tokens that wait for a character: no more than four bytes make one
+INCOMPLETE = 3  # the most replacement characters that stand for a character whose last bytes are missing
+# In a terminal control characters, which could do more to it than write, are shown as pictures of them.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+LONGEST = 32  # tokens that wait for a character: beyond, they are shown as they are, so that few are decoded again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ class Stream:
         self.pending.append(token)
         text = self.decode(self.before + self.pending)
         waiting = len(self.pending) <= LONGEST
-        new = self._new(text.rstrip(REPLACEMENT) if waiting else text)
+        whole = max(len(text.rstrip(REPLACEMENT)), len(text) - INCOMPLETE) if waiting else len(text)
+        new = self._new(text[:whole])
         if self.shown == len(text) and (new or not waiting):
             self.before, self.pending = self.pending, []
             self.shown = len(self.decode(self.before))
@@ -92,9 +96,13 @@ class Shown:
         self.stream = Stream(tokenizer.decode)
         self.times: list[float] = []  # of the first token and of the last
         self.count, self.gap = 0, ""
+        self.pictures = PICTURES if sys.stdout.isatty() else {}
+
+    def write(self, text: str, end: str = "") -> None:
+        print(text.translate(self.pictures), end=end, flush=True)
 
     def start(self) -> None:
-        print(self.prompt, end="", flush=True)
+        self.write(self.prompt)
 
     def add(self, column: Tensor) -> None:
         if not self.count:
@@ -103,21 +111,21 @@ class Shown:
         self.times[1:] = [time.monotonic()]
         self.count += 1
         if token != self.tokenizer.end_id:
-            print(self.gap + self.stream.add(token), end="", flush=True)
+            self.write(self.gap + self.stream.add(token))
             self.gap = ""
         else:
             self.finish(end="")
             self.gap = "\n\n"  # before another text, where one comes
 
     def finish(self, end: str = "\n") -> None:
-        print(self.stream.rest(), end=end, flush=True)
+        self.write(self.stream.rest(), end)
         self.stream = Stream(self.tokenizer.decode)
 
     def speed(self, prompt: int) -> str:
         """Of all tokens but the first, for which the prompt was read."""
         seconds = self.times[-1] - self.times[0] if self.times else 0.0
         rate = f"{(self.count - 1) / seconds:,.1f} tokens/s, " if seconds else ""
-        return f"{rate}{self.count:,} new tokens, {prompt + self.count:,} in context"
+        return f"{rate}{self.count:,} new token{'s' * (self.count != 1)}, {prompt + self.count:,} in context"
 
 
 def run(flags: Flags) -> int:

@@ -24,6 +24,7 @@ from trainshort.models.ring_sizes import BoundedCacheError, RingSizes
 from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 from trainshort.ops.tracing import is_recording
+from trainshort.ops.values import require_positive
 from trainshort.positions import build_position
 
 ADAPT = 64  # steps between two looks at what queries need
@@ -90,7 +91,8 @@ class BoundedCache(KeyValueCache):
         self.length = self.capacity = 0
         # For those who ask for dtype and device: the keys themselves lie in rings.
         self.keys = self.values = [torch.empty((batch_size, 0, config.width), dtype=dtype, device=self.device)]
-        self.sizes = RingSizes(config, batch_size, self.tolerance / 2, self.device)
+        with torch.inference_mode(False):  # written to in other modes than the one they are made in
+            self.sizes = RingSizes(config, batch_size, self.tolerance / 2, self.device)
         self.slopes: Tensor | None = None  # float64 [H], from the first call on
         self.held: BoundedKeys | None = None  # like these
         self.text = torch.zeros((batch_size, 0), dtype=torch.int32, device=self.device)
@@ -104,25 +106,40 @@ class BoundedCache(KeyValueCache):
         """Compute tokens [B, T] that go on after those here. Where certificates fail, the whole text is run again."""
         if self.deferred:
             self.reserve(tokens.shape[1])
-            return self._computed(tokens, compute)
+            self.whole = False
+            out = self._computed(tokens, compute)
+            self.whole = True
+            return out
+        try:
+            out = self._fed(tokens, compute)
+        except BaseException:
+            self._forget_keys()
+            raise
+        self.remembered = self.length
+        return out
+
+    def _fed(self, tokens: Tensor, compute: Compute) -> Tensor:
         out = None
         if self.whole:
             out = self._certified(tokens, compute)
-            if out is None and self.on_failure == "raise":
+            if out is None:
                 self._enlarge()
+            if out is None and self.on_failure == "raise":
                 raise BoundedCacheError(
                     f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a "
                     "query's softmax mass: feed these tokens again and the text is run again with more memory, or "
                     "make the cache with on_failure='rerun'"
                 )
-            if out is None:
-                self._enlarge()
         while out is None:
             out = self._again(tokens, compute)
             if out is None:
                 self._enlarge()
-        self.remembered = self.length
         return out
+
+    def _forget_keys(self) -> None:
+        """Only the text stays, as far as it was certified: the next call runs it again before its own tokens."""
+        self.held, self.whole, self.length = None, False, self.remembered
+        self._set_capacity()
 
     def _computed(self, tokens: Tensor, compute: Compute) -> Tensor:
         self._write(tokens)
@@ -205,8 +222,8 @@ class BoundedCache(KeyValueCache):
             raise ValueError(f"rollback takes back at most the {there} tokens there are, got {tokens}")
         if self.failed():
             self._enlarge()
-        self.remembered = there - tokens
-        self.deferred = self.whole = False
+        self.remembered, self.deferred = there - tokens, False
+        self._forget_keys()
 
     # One token after another, at a place that the device knows: see KeyValueCache. Nobody looks at certificates until
     # the caller reads `failure_flag`, and tells by `heed` what it says, or goes back with `rollback`.
@@ -216,6 +233,8 @@ class BoundedCache(KeyValueCache):
         return self.deferred
 
     def begin_steps(self) -> None:
+        if not self.whole:
+            raise RuntimeError("the text must run again first: feed a token, then begin steps")
         self.deferred = True
 
     def end_steps(self) -> None:
@@ -283,6 +302,7 @@ class BoundedCache(KeyValueCache):
             raise TypeError(f"a bounded cache needs a causal LinearBias with slopes [heads], got {bias!r}")
         slopes = bias.slopes.detach()
         if self.slopes is None:
+            require_positive("slopes", slopes)
             self.slopes = slopes.to(self.device, torch.float64, copy=True)
         elif self.device.type == "cpu" and not torch.equal(self.slopes, slopes.double()):
             raise ValueError("slopes changed while a bounded cache lives: make a new cache for the new slopes")
@@ -295,7 +315,7 @@ class BoundedCache(KeyValueCache):
         config, batch, held = self.config, self.batch_size, self.held
         padding = torch.zeros(batch, dtype=torch.int64) if self.padding is None else self.padding.cpu()
         real = batch * self.length - int(padding.sum())
-        keys, evicted = real * config.num_layers * config.kv_heads, 0
+        keys, evicted = 0 if held is None else real * config.num_layers * config.kv_heads, 0
         for run in [] if held is None else [run for rings in held.rings for run in rings.runs]:
             lost = int((run.low(self.length) - padding).clamp_min(0).sum())
             evicted += (run.heads.stop - run.heads.start) * lost

@@ -249,7 +249,8 @@ class BoundedKeys:
         """
         rings = self.rings[layer]
         end = spans[0].low + spans[0].keys.shape[2]
-        if self.targets[layer] is None and end + ahead > SETTLE:
+        settles = self.targets[layer] is None and end + ahead > SETTLE
+        if settles:
             self._settle(layer, spans)
         elif self.targets[layer] is not None and tokens:
             self._adapt_layer(layer, end - tokens)
@@ -258,7 +259,7 @@ class BoundedKeys:
         lows = [span.low for span in spans for _ in range(span.heads.stop - span.heads.start)]
         capacities = [self._capacity(layer, head, end + ahead - low) for head, low in enumerate(lows)]
         kept = [max(low, end - capacity) for low, capacity in zip(lows, capacities, strict=True)]
-        fresh = capacities != rings.capacities
+        fresh = settles or capacities != rings.capacities  # norms are others after settling
         if fresh:
             self.rings[layer] = rings = Rings(spans[0].keys, capacities, kept)
         for span in spans:
@@ -340,4 +341,5 @@ def _center(keys: Tensor, real: Tensor | None) -> Tensor:
 def _coarse_products(dtype: torch.dtype) -> float:
     """Rounding of matrix products beyond float32's, relative, where torch's settings allow for it."""
     settings = [place.matmul.fp32_precision for place in (torch.backends.mkldnn, torch.backends.cuda)]
-    return 2.0**-6 if dtype == torch.float32 and not {"tf32", "bf16"}.isdisjoint(settings) else 0.0
+    coarse = dtype in (torch.float32, torch.float16) and not {"tf32", "bf16"}.isdisjoint(settings)
+    return 2.0**-6 if coarse else 0.0  # bfloat16 is multiplied as it is

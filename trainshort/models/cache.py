@@ -55,6 +55,8 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
+        if bounded:
+            raise TypeError(f"{type(self).__name__} is a full cache: bounded=True is for KeyValueCache itself")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if capacity is not None and capacity < 1:
@@ -67,11 +69,12 @@ class KeyValueCache:
         self.batch_size = batch_size
         shape = (batch_size, config.kv_heads, self.capacity, config.width)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.keys = [torch.empty(shape, **options) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
         norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
-        # Whatever the keys and the default are in: certificates rest on these.
-        self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
+        with torch.inference_mode(False):  # these may be written to in other modes than the one they are made in
+            self.keys = [torch.empty(shape, **options) for _ in range(config.num_layers)]
+            self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
+            # Whatever the keys and the default are in: certificates rest on these.
+            self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
         for kept in self.norms:
             trust_norms(kept)
 
@@ -93,14 +96,11 @@ class KeyValueCache:
                 "make it larger, or leave capacity out and it grows"
             )
         self.capacity = max(2 * self.capacity, -(-needed // BLOCK) * BLOCK)
-        for buffers, size in ((self.keys, self.capacity), (self.values, self.capacity), (self.norms, None)):
-            blocks = -(-self.capacity // BLOCK)
-            for layer, old in enumerate(buffers):
-                shape = list(old.shape)
-                shape[2] = blocks if size is None else size
-                larger = old.new_zeros(shape) if size is None else old.new_empty(shape)
-                larger[:, :, : old.shape[2]] = old
-                buffers[layer] = larger
+        blocks = -(-self.capacity // BLOCK)
+        for layer in range(len(self.keys)):
+            self.keys[layer] = _longer(self.keys[layer], self.capacity, torch.empty)
+            self.values[layer] = _longer(self.values[layer], self.capacity, torch.empty)
+            self.norms[layer] = _longer(self.norms[layer], blocks, torch.zeros)
         for kept in self.norms:
             trust_norms(kept)
 
@@ -217,6 +217,14 @@ class KeyValueCache:
         stored = Stored(self.keys[layer], self.values[layer], self.norms[layer])
         triton_backend.append(k, v, stored, sequences=self.sequences)
         return triton_backend.step(q, stored, self.sequences, self._bias[1], scale)
+
+
+def _longer(old: Tensor, size: int, make: Callable[..., Tensor]) -> Tensor:
+    """The same with so many entries; `make` says what is in the new ones."""
+    with torch.inference_mode(False):
+        larger = make((*old.shape[:2], size, *old.shape[3:]), dtype=old.dtype, device=old.device)
+    larger[:, :, : old.shape[2]] = old
+    return larger
 
 
 def norms_above(keys: Tensor) -> Tensor:

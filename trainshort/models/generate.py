@@ -6,11 +6,14 @@ a CUDA graph (stepping.py). Both give columns of tokens, and one loop hands them
 
 from __future__ import annotations
 
+import numbers
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +48,7 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     key_padding_mask: Tensor | None = None,
     use_cache: bool = True,
     bounded: bool = False,
+    tolerance: float | None = None,
     on_token: Callable[[Tensor], None] | None = None,
     cuda_graph: bool | None = None,
 ) -> Tensor:
@@ -53,12 +57,15 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     max_new_tokens: None goes on until all rows have ended, or on_token raises. temperature: 0 is greedy. top_k,
     top_p: sample among the most probable tokens only. seed: makes sampling repeatable. stop_tokens: a row ends with
     one of these, which then fills it up; generation ends when all rows have ended. key_padding_mask: bool [B, T],
-    False for left padding. bounded: with a cache whose memory does not grow with the text (see KeyValueCache).
+    False for left padding. bounded: with a cache whose memory does not grow with the text (see KeyValueCache);
+    tolerance: the softmax mass that a query may lose there, None for that of attention in the model's dtype.
     on_token: called with each new column [B] in order; on a GPU a few steps late.
     cuda_graph: on a GPU a step is captured and replayed, or a warning says why it can't be; False: never; True:
     raise rather than warn.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
+    _check_tokens_and_seed(stop_tokens, seed)
+    _check_cache(use_cache, bounded, tolerance)
     if key_padding_mask is not None:
         check_mask(key_padding_mask, tokens)
     sampling = Sampling(tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_tokens=stop_tokens)
@@ -66,9 +73,8 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     text = Text(tokens, ROOM if count is None else min(count, ROOM))
     if count == 0:
         return text.tokens
-    if bounded and not use_cache:
-        raise ValueError("bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out")
-    cache = model.make_cache(tokens.shape[0], bounded=bounded) if use_cache else None
+    options: dict[str, Any] = {"bounded": True, "tolerance": tolerance} if bounded else {}
+    cache = model.make_cache(tokens.shape[0], **options) if use_cache else None
     if cache is not None:
         cache.reserve(text.length + text.room)
         if key_padding_mask is not None:
@@ -120,16 +126,47 @@ def _graphed_steps(
     yield from GraphedSteps(step, text, required).columns(None if count is None else count - 1)
 
 
+class _Shared:
+    """Lets several threads be in one context at once: the first of them enters it, and the last one leaves it."""
+
+    def __init__(self) -> None:
+        self.threads, self.lock, self.entered = 0, threading.Lock(), ExitStack()
+
+    @contextmanager
+    def inside(self, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        with self.lock:
+            if self.threads == 0:
+                self.entered.enter_context(make())
+            self.threads += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.threads -= 1
+                if self.threads == 0:
+                    self.entered.close()
+
+
+_eager = _Shared()
+_evaluations: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def _as_written(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and without compiled code, which would be compiled anew for many lengths. Every part gets
-    its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
+    """In evaluation mode, and without compiled code, which would be compiled anew for many lengths."""
     compiled = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
+    eager = _eager.inside(lambda: torch.compiler.set_stance("force_eager")) if compiled else nullcontext()
+    with _evaluations.setdefault(model, _Shared()).inside(lambda: _evaluating(model)), eager:
+        yield
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode. Every part gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training
@@ -146,6 +183,8 @@ def _check(
     require_tokens("tokens", tokens)
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.shape[0] == 0:
         raise ValueError(f"tokens must be [batch, length] with at least one token, got shape {list(tokens.shape)}")
+    if not (max_new_tokens is None or _is_int(max_new_tokens)):
+        raise TypeError(f"max_new_tokens must be an int, or None for no end; got {max_new_tokens!r}")
     if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, or None for no end; got {max_new_tokens}")
     if not temperature >= 0:
@@ -162,6 +201,26 @@ def _check(
         )
 
 
+def _is_int(value: object) -> bool:
+    """Whether a value is a whole number, of Python or of NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _check_tokens_and_seed(stop_tokens: Collection[int], seed: int | None) -> None:
+    ids = stop_tokens.tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
+    if not isinstance(ids, Collection) or not all(map(_is_int, ids)):
+        raise TypeError(f"stop_tokens must be several token ids, such as (0,) or a list; got {stop_tokens!r}")
+    if not (seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
+        raise ValueError(f"seed must be an int of 64 bits, or None; got {seed!r}")
+
+
+def _check_cache(use_cache: bool, bounded: bool, tolerance: float | None) -> None:
+    if bounded and not use_cache:
+        raise ValueError("bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out")
+    if tolerance is not None and not bounded:
+        raise ValueError("tolerance is an option of bounded caches: pass bounded=True with it, or leave it out")
+
+
 def _most(model: LanguageModel, length: int, max_new_tokens: int | None) -> int | None:
     """How many columns may come; None: any number. The last token needs no position: it is not read."""
     limit = model.position.max_length
@@ -173,7 +232,7 @@ def _is_little(model: LanguageModel, batch: int) -> bool:
     weights = sum(
         weight.numel() for module in model.modules() if isinstance(module, nn.Linear) for weight in [module.weight]
     )
-    return model.head.weight.device.type == "cpu" and batch * weights <= LITTLE
+    return model.trunk.embedding.weight.device.type == "cpu" and batch * weights <= LITTLE
 
 
 def _next_logits(model: LanguageModel, tokens: Tensor, cache: KeyValueCache | None, mask: Tensor | None) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from trainshort.models.language_model import LanguageModel
 from trainshort.ops import certified_windows
-
-BLOCK = 128  # attention works in blocks of this many keys
+from trainshort.ops.problem import BLOCK
 
 
 @torch.no_grad()

@@ -251,7 +251,7 @@ class Trunk(nn.Module):
                 cache.positions(part.shape[1]),
                 self.position.bias(),
                 cache,
-                few_rows=not self.training and cache.has_few_rows,
+                few_rows=cache.has_few_rows and not (self.training or torch.is_grad_enabled()),
             )
             return self._hidden(part, token_types, context)
 

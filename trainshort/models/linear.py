@@ -27,9 +27,10 @@ def project(
 ) -> Tensor:
     """activation(layer(norm(x))) + residual, where there are such. few_rows: by the kernel for a decoding step.
 
-    A layer that is no plain nn.Linear (a quantized one, one with adapters or hooks) is always called as a module.
+    A layer that is no plain nn.Linear (a quantized one, one with adapters or hooks), or whose weight is not stored
+    row by row, is always called as a module.
     """
-    if few_rows and is_plain_linear(layer) and layer.weight.dtype == x.dtype:
+    if few_rows and is_plain_linear(layer) and layer.weight.dtype == x.dtype and layer.weight.stride(1) == 1:
         from trainshort.ops.triton.few_rows import Norm, linear
 
         before = None

@@ -275,7 +275,7 @@ def _losses_of(logits: Tensor, targets: Tensor, ignore_index: int, gradient: boo
     logs = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))
     picked = logs.gather(1, index)[:, 0]
     losses = torch.where(counts, -picked, 0.0)
-    lse = logits.gather(1, index)[:, 0] - picked
+    lse = logits.amax(1) - logs.amax(1)  # of the largest: nothing cancels
     if gradient:
         _put_gradients(logits, logs, index, counts)
     return losses, lse
@@ -333,16 +333,8 @@ def _fake_rows(
     return hidden.new_empty(hidden.shape[:1], dtype=wide), hidden.new_empty(hidden.shape[:1], dtype=wide)
 
 
-def _fake_rows_backward(
-    factors: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_rows_backward(factors: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, bias, _, _, wanted = inputs
     return _empty_gradients(hidden, weight, bias, wanted)
 
 

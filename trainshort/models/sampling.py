@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+COLDEST = 1e-30  # a temperature that float32 can divide by
+
 
 class State(NamedTuple):
     """What sampling remembers from token to token."""
@@ -36,7 +38,7 @@ class Sampling:
         self.generator = None if seed is None else torch.Generator(device=tokens.device).manual_seed(seed)
         self.stops: Tensor | None = None
         if len(stop_tokens):
-            self.stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=tokens.device)
+            self.stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=tokens.device)
         self.ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
 
     def next(self, logits: Tensor, last: Tensor) -> Tensor:
@@ -57,12 +59,12 @@ class Sampling:
             self.generator.set_state(state.generator)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        largest = logits.amax(-1, keepdim=True)
+        largest, first = logits.max(-1, keepdim=True)
         if largest.device.type == "cpu" and not bool(largest.isfinite().all()):
-            raise ValueError("the logits are not finite: there is nothing to sample from")
-        logits = (logits - largest) / self.temperature
+            raise ValueError("the logits are not finite: there is nothing to choose from")
+        if self.temperature == 0:
+            return first[:, 0]
+        logits = (logits - largest) / max(self.temperature, COLDEST)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -71,6 +73,7 @@ class Sampling:
             ranked = ranked.softmax(-1)
             before = ranked.cumsum(-1) - ranked  # probability of all that rank higher
             out = before >= self.top_p
+            out[:, 0] = False  # also where top_p is 0 in float32
             logits = logits.masked_fill(out.scatter(-1, order, out), float("-inf"))
         # The first of exponential clocks to ring, with these rates, rings with these probabilities.
         weights = logits.softmax(-1)

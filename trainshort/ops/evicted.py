@@ -35,9 +35,6 @@ class EvictedKeys:
         self.end = torch.ones(shape, dtype=torch.float64, device=slopes.device)
         self.steps = torch.arange(POINTS, dtype=torch.float64, device=slopes.device) / (POINTS - 1)
 
-    def forget(self) -> None:
-        self.table.fill_(NOTHING)
-
     def points(self) -> Tensor:
         """The values of x in the tables, [L, B, H, POINTS]."""
         return self.end[..., None] * self.steps
@@ -95,7 +92,8 @@ class EvictedKeys:
         low, high = table.gather(-1, index), table.gather(-1, index + 1)
         beyond = (x - end[..., None]).clamp_min(0.0) * longest.double()[..., None]  # stays NaN if x is
         bound = low + (place - index).clamp_max(1.0) * (high - low) + beyond
-        return bound + ROUNDING * (low.abs() + high.abs() + beyond)
+        bound = bound + ROUNDING * (low.abs() + high.abs() + beyond)
+        return torch.where((low < NOTHING / 2) & ~torch.isnan(bound), NOTHING, bound)  # for long queries too
 
 
 def _rounding(sums: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.blocked import piece_kernels
+from trainshort.ops.blocked.decode import LITTLE
 from trainshort.ops.norms import row_norms
 from trainshort.ops.rings import Rings, Run
 from trainshort.ops.threads import one_thread
-
-LITTLE = 2**16  # numbers of the keys to read, below which one thread is as fast as several
 
 
 @dataclass(frozen=True)

@@ -79,15 +79,29 @@ def test_a_block_of_few_rows(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(few, plain, rtol=1e-5, atol=1e-6)
 
 
+def test_a_weight_stored_by_columns() -> None:
+    """As by who put the transpose of another matrix there."""
+    from trainshort.models.linear import project
+
+    layer, x = torch.nn.Linear(16, 12), torch.randn(1, 1, 16)
+    expected = layer(x).detach()
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    torch.testing.assert_close(project(layer, x, few_rows=True).detach(), expected)
+
+
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize("outlier", [None, 0, -1])
 @pytest.mark.parametrize("inner", [64, 700])
-def test_norm(inner: int, mean: float, kind: str) -> None:
-    """As exact as a norm of its own in float32, also where the mean is much larger than the deviation."""
+def test_norm(inner: int, outlier: int | None, mean: float, kind: str) -> None:
+    """As exact as a norm of its own in float32, also where the mean is much larger than the deviation, or a channel
+    than all others."""
     from trainshort.ops.triton.few_rows import Norm, linear
 
     generator = torch.Generator().manual_seed(inner)
     x = mean + torch.randn((2, inner), generator=generator)
+    if outlier is not None:
+        x[:, outlier] = -3000.0
     weight, gain, offset = (torch.randn(size, generator=generator) for size in ((9, inner), (inner,), (inner,)))
 
     def normed(dtype: torch.dtype) -> Tensor:

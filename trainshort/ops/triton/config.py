@@ -146,7 +146,7 @@ class Config:
             "offset": features.offset,
             "max_distance": features.max_distance,
             "D": self.dim,
-            "BD": _block_dim(self.dim),
+            "BD": block_dim(self.dim),
             "BIAS": features.bias,
             "CAUSAL": self.causal,
             "RAGGED": features.ragged,
@@ -292,7 +292,7 @@ def decoding_kernels(
         "Tq": queries,
         "max_distance": bias.max_distance,
         "D": dim,
-        "BD": _block_dim(dim),
+        "BD": block_dim(dim),
         "BM": max(16, triton.next_power_of_2(group * queries)),
         "BN": 32 if wide else 64,
         "BIAS": bias.kind,
@@ -328,7 +328,7 @@ def append_kernels(k: Tensor, v: Tensor, stored: Stored, options: AppendOptions)
         "stride_nb": stored.norms.stride(0),
         "stride_nh": stored.norms.stride(1),
         "D": dim,
-        "BD": _block_dim(dim),
+        "BD": block_dim(dim),
         "BN": rows,
         "RAGGED": options.ragged,
     }
@@ -357,7 +357,7 @@ def rotation_kernels(q: Tensor, k: Tensor, out_q: Tensor, out_k: Tensor) -> list
     return [Kernel(rotate.rotate_kernel, grid, values, {"num_warps": 1 if rows * columns <= 256 else 4})]
 
 
-def _block_dim(dim: int) -> int:
+def block_dim(dim: int) -> int:
     """Columns of a tile that holds so many: Triton multiplies powers of two, from 16 on."""
     return max(16, triton.next_power_of_2(dim))
 

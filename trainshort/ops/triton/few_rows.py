@@ -7,7 +7,8 @@ in float32 whatever the dtype, and finishes them.
 
 A norm of x needs no pass before: with mean and deviation of a row, found beside the products,
 w . ((x - mean) / deviation * g + z) = (w . (g x) - mean w . g) / deviation + w . z.
-To lose no digits where the mean is large, x is first shifted by its first number.
+To lose no digits where the mean is large, x is first shifted by one of its numbers: the middle one of three, as some
+channels of trained models are thousands of times as large as the others.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def few_rows_kernel(
     sums = tl.zeros([ROWS, COLUMNS, INNER], tl.float32)
     gains = tl.zeros([COLUMNS, INNER], tl.float32)
     offsets = tl.zeros([COLUMNS, INNER], tl.float32)
-    first = tl.zeros([ROWS], tl.float32)
+    shift = tl.zeros([ROWS], tl.float32)
     if NORM == "layernorm":
-        first = tl.load(X + i.to(tl.int64) * stride_x, mask=row, other=0.0).to(tl.float32)
+        shift = one_of(X + i.to(tl.int64) * stride_x, row, inner)
     total = tl.zeros([ROWS, INNER], tl.float32)
     squares = tl.zeros([ROWS, INNER], tl.float32)
     for start in tl.range(0, inner, INNER, num_stages=STAGES):
@@ -49,7 +50,7 @@ def few_rows_kernel(
         x = tl.load(x_at + start, mask=row[:, None] & there[None, :], other=0.0).to(tl.float32)
         if NORM != "":
             gain = tl.load(GAIN + start + k, mask=there, other=0.0).to(tl.float32)
-            x = tl.where(there[None, :], x - first[:, None], 0.0)
+            x = tl.where(there[None, :], x - shift[:, None], 0.0)
             squares += x * x
             x_gain = x * gain[None, :]
             if NORM == "layernorm":
@@ -75,6 +76,15 @@ def few_rows_kernel(
         at = i.to(tl.int64)[:, None] * stride_residual + j[None, :]
         y += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(OUT + i.to(tl.int64)[:, None] * columns + j[None, :], y.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def one_of(X, row, inner):
+    """Of the first number of each row, one in its middle and its last: neither the largest nor the smallest."""
+    a = tl.load(X, mask=row, other=0.0).to(tl.float32)
+    b = tl.load(X + inner // 2, mask=row, other=0.0).to(tl.float32)
+    c = tl.load(X + inner - 1, mask=row, other=0.0).to(tl.float32)
+    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
 
 
 @triton.jit

@@ -176,6 +176,11 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def splits_for(batch: int, kv_heads: int) -> int:
+    """Into how many parts decoding splits the keys of a head."""
+    return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
+
+
 class Decoding(NamedTuple):
     """A few causal queries a row after cached keys. There is no `Config`: every step has one key more."""
 
@@ -228,7 +233,7 @@ def run_decoding(step: Decoding) -> Tensor:
     out = torch.empty_like(q)
     norm_count = 0 if norms is None else norms.shape[2]
     norm_layout = None if norms is None else (norms.stride(), norms.data_ptr() % 16)
-    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-PROGRAMS // (batch * kv_heads)))))
+    splits = splits_for(batch, kv_heads)
     precision = "tf32" if q.element_size() == 4 and allows_tf32() else "ieee"
     chunk = min(1024, triton.next_power_of_2(max(norm_count, 1)))
     options = DecodingOptions(step.sequences is not None, splits, precision, chunk)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainshort.ops.ring_step import RingStep
 from trainshort.ops.triton import launch, ring
 from trainshort.ops.triton.cache import CACHE
+from trainshort.ops.triton.config import block_dim
 from trainshort.ops.triton.driver import Kernel
 from trainshort.ops.triton.run import on_device
 from trainshort.ops.triton.shapes import rows_contiguous
@@ -25,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep) -> Tensor:
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     batch, heads, dim = q.shape
     kv_heads, slots = k.shape[1], step.rings.keys.shape[1]
-    splits = min(launch.MOST_SPLITS, triton.next_power_of_2(max(1, -(-launch.PROGRAMS // (batch * kv_heads)))))
+    splits = launch.splits_for(batch, kv_heads)
     padded = step.padding is not None
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
     values = {
@@ -65,7 +66,7 @@ def _kernels(q: Tensor, k: Tensor, v: Tensor, splits: int, padded: bool) -> list
         "Hkv": kv_heads,
         "group": heads // kv_heads,
         "D": dim,
-        "BD": max(16, triton.next_power_of_2(dim)),
+        "BD": block_dim(dim),
         "BM": max(16, triton.next_power_of_2(heads // kv_heads)),
         "BN": 32 if wide else 64,
         "PADDED": padded,
