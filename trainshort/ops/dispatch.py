@@ -84,8 +84,6 @@ def why_not_triton(q: Tensor) -> str | None:
 
 
 def _why_not_kernels(problem: Problem) -> str | None:
-    if isinstance(problem.bias, DecayBias):
-        return "it does not take a DecayBias yet"
     return why_not_triton(problem.q)
 
 
@@ -100,6 +98,8 @@ def _why_not_triton_decoding(problem: Problem) -> str | None:
         return reason
     if not problem.is_decoding:
         return "it takes a few causal queries a row"
+    if isinstance(problem.bias, DecayBias):
+        return "it does not take a DecayBias yet"
     return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None
 
 
