@@ -48,8 +48,8 @@ def _query_range(
     stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
     max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    DBIAS: tl.constexpr, NB: tl.constexpr,
+    GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias.
     anchor, row_term: of a decay, on the side of this range."""
@@ -212,8 +212,9 @@ def query_kernel(
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-            stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
-            max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+            stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
+            offset, max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES,
+            DBIAS, NB,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
@@ -403,23 +404,23 @@ def key_kernel(
                 n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
-                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-                    h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n0, j, start, sees, key,
-                    anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                    ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n0, j,
+                    start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
                     D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-                h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j, start, sees, key,
-                anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
+                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
                 D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
             )  # fmt: skip
             m0 = n1
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-            h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees, key,
-            anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j,
+            start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
         n3 = r1
@@ -430,16 +431,16 @@ def key_kernel(
             n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
             r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-            h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees, key + BN,
-            anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j,
+            start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-                h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start, sees, key,
-                anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j,
+                start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
                 D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
             )  # fmt: skip
         if DBIAS:

@@ -156,8 +156,9 @@ def forward_kernel(
     stride_ob, stride_oh, stride_ot, stride_slope, stride_level, units, blocks,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr, COARSE: tl.constexpr,
+    GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
+    COARSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)

@@ -165,12 +165,13 @@ def _partials(config: Config) -> dict[str, Tensor | None]:
     if config.features.bias == BUCKET:
         return _NO_PARTIALS | {"DTABLE": torch.zeros((*shape, config.buckets), dtype=torch.float32, device=device)}
     if config.features.gates:
-        rows, columns = (config.batch, config.heads, config.queries), (config.batch, config.heads, config.keys)
-        sides = ("",) if config.causal else ("", "_AHEAD")
-        zeros = {
-            f"{name}{side}": shape for side in sides for name, shape in (("ROW_SUMS", rows), ("COLUMN_SUMS", columns))
+        sizes = {"ROW_SUMS": config.queries, "COLUMN_SUMS": config.keys}
+        if not config.causal:
+            sizes |= {f"{name}_AHEAD": size for name, size in sizes.items()}
+        shapes = {name: (config.batch, config.heads, size) for name, size in sizes.items()}
+        return _NO_PARTIALS | {
+            name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()
         }
-        return _NO_PARTIALS | {name: torch.zeros(shape, device=device) for name, shape in zeros.items()}
     if config.features.bias == DECAY:
         return _NO_PARTIALS | {"DSLOPES": torch.zeros(shape, dtype=torch.float32, device=device)}
     return _NO_PARTIALS
@@ -199,14 +200,15 @@ def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
     """Numbers of queries [B, H, Tq], added up at the keys where these stand: [B, H, Tk]."""
     queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
     start = call.values["start"]
+    assert isinstance(start, int)
     if config.packed:
         return rows
-    if sequences is None and 0 <= start and start + queries <= keys:  # as many places as queries
+    if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
         return torch.nn.functional.pad(rows, (start, keys - queries - start))
     index = torch.arange(queries, device=rows.device)
     if isinstance(sequences, Tensor):
         _, _, first, count, begin = sequences.long()[..., None].unbind(1)  # [B, 1] each
-        place = first + torch.minimum(torch.maximum(begin + index, torch.zeros_like(first)), (count - 1).clamp(min=0))
+        place = first + torch.minimum(begin + index, count - 1).clamp(min=0)
     else:
         place = (start + index).clamp(0, keys - 1)[None]
     row, head, place = torch.broadcast_tensors(

@@ -210,7 +210,7 @@ def _joined(fall_a, reach_a, weight_a, fall_b, reach_b, weight_b):
 
 @triton.jit
 def _running_sums(LEVELS, REACH, WEIGHTS, MOST, x, n, nk, b, BACK: tl.constexpr, TOGETHER: tl.constexpr):
-    """Of n units: ln of the sum of e^-away over all keys up to each unit (or from it on), as seen from its key that is
+    """Of n units: ln of the sum of e^-away over all keys up to each unit (or from it on), seen from its key that is
     nearest to the queries, in REACH; K, which with REACH bounds what they weigh, in WEIGHTS; its largest in MOST."""
     reach_before, weight_before = b * 0.0 - float("inf"), b * 0.0 - float("inf")
     carry = b * 0.0
