@@ -1,4 +1,4 @@
-"""Gates and times on a GPU at real sizes: errors against float64, the gradient of 65,536 gates, graphs and compilers."""
+"""Gates and times on a GPU at real sizes: errors against float64, the gradient of 65,536 gates, graphs, compilers."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def assert_decay_ingredients(case: Case) -> None:
         return found.view(size).double()
 
     units = -(-case.k.shape[2] // UNIT)
-    reach, K, most = (part(name, shape)[..., :units] for name in ("REACH_PAST", "PASTS", "MOST_PAST"))
-    assert bool((most >= K.cummax(-1).values).all()), "not the largest so far"
+    reach, effective, most = (part(name, shape)[..., :units] for name in ("REACH_PAST", "PASTS", "MOST_PAST"))
+    assert bool((most >= effective.cummax(-1).values).all()), "not the largest so far"
     center = part("CENTER", (config.batch, config.kv_heads, config.dim))
     x = part("QUERY_NORM", shape[:2])[..., None]
     norms = (case.k.double() - center[:, :, None]).norm(dim=-1)  # [B, H, Tk]
@@ -195,7 +195,7 @@ def assert_decay_ingredients(case: Case) -> None:
     ends = (torch.arange(1, units + 1) * UNIT).clamp(max=case.k.shape[2]) - 1
     for share in (0.0, 1e-3, 0.5, 1.0):
         weighed = torch.logcumsumexp(share * x * norms - level, dim=-1)[..., ends] + level[..., ends]
-        bound = reach + share * x * K * (1.0 + 2.0**-20)
+        bound = reach + share * x * effective * (1.0 + 2.0**-20)
         assert bool((weighed <= bound).all()), "the keys up to a unit weigh more than its K says"
 
 

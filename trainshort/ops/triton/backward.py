@@ -128,7 +128,7 @@ def query_kernel(
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
-    stride_slope, stride_level, stride_window,
+    stride_slope, stride_level, stride_level_head, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
@@ -158,7 +158,7 @@ def query_kernel(
     if BIAS == BUCKET:
         LINE += h * (2 * max_distance + 1)
     if BIAS == DECAY:
-        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
         LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
             LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
         )
@@ -321,7 +321,7 @@ def key_kernel(
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    stride_slope, stride_level, stride_window,
+    stride_slope, stride_level, stride_level_head, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
@@ -361,7 +361,7 @@ def key_kernel(
         levels, ahead, gate_first, ahead_end = LEVELS, AHEAD, GATE_FIRST, AHEAD_END
         anchor, own_term, anchor_ahead, own_term_ahead = 0.0, 0.0, 0.0, 0.0
         if BIAS == DECAY:
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             levels, ahead, gate_first, ahead_end = levels_of(
                 LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
             )

@@ -289,7 +289,8 @@ def run_decoding(step: Decoding) -> Tensor:
     options = DecodingOptions(step.sequences is not None, splits, precision, chunk)
     # Not the number of keys, which is another one at every step.
     layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
-    key = ("decode", layout, norm_layout, bias.kind, bias.by_row, bias.max_distance, options, q.dtype, q.device)
+    about_bias = (bias.kind, bias.by_row, bias.max_distance, bias.gate_first is not None)
+    key = ("decode", layout, norm_layout, about_bias, options, q.dtype, q.device)
     launch = CACHE.get(key)
     if launch is None:
         kernels = decoding_kernels(q, k, v, out, norms, bias, options)
@@ -303,6 +304,10 @@ def run_decoding(step: Decoding) -> Tensor:
         "SUMS": torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device),
         "SLOPES": bias.slopes,
         "LINE": bias.line,
+        "LEVELS": bias.levels,
+        "GATE_FIRST": bias.gate_first,
+        "stride_level": bias.level_strides[0],
+        "stride_level_head": bias.level_strides[1],
         "NORMS": norms,
         "SEQ": step.sequences,
         "norm_count": norm_count,

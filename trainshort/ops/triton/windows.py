@@ -121,7 +121,8 @@ def sample_kernel(
 @triton.jit(do_not_specialize=["start", "blocks"])
 def bounds_kernel(
     K, SLOPES, FUTURES, LEVELS, AHEAD, CENTER, QUERY_NORM, NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, SEQ, BLOCKS,
-    start, stride_kb, stride_kh, stride_kt, stride_slope, stride_level, H, Hk, group, Tq, Tk, blocks,
+    start, stride_kb, stride_kh, stride_kt, stride_slope, stride_level, stride_level_head,
+    H, Hk, group, Tq, Tk, blocks,
     D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +151,7 @@ def bounds_kernel(
         x = tl.load(QUERY_NORM + sequence * H + h)
         at_head = (b * H + h) * units + unit
         if BIAS == DECAY:
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             begin = row + tl.arange(0, ROWS // UNIT) * UNIT
             reach, past = _weigh_units(LEVELS + level_at, n, inside, row + r, unit_end(begin, nk), x, nk)
             tl.store(REACH_PAST + at_head, reach)
@@ -250,7 +251,7 @@ def _running_sums(LEVELS, REACH, WEIGHTS, MOST, x, n, nk, b, BACK: tl.constexpr,
 @triton.jit(do_not_specialize=["start", "blocks"])
 def largest_kernel(
     NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, LEVELS, AHEAD, QUERY_NORM, NORM_PAST, MOST_PAST, NORM_AHEAD,
-    MOST_AHEAD, SEQ, UNIT0, start, stride_level, H, Hk, group, Tq, Tk, blocks, BIAS: tl.constexpr,
+    MOST_AHEAD, SEQ, UNIT0, start, stride_level, stride_level_head, H, Hk, group, Tq, Tk, blocks, BIAS: tl.constexpr,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
@@ -271,7 +272,7 @@ def largest_kernel(
         at = (b * H + h) * units + unit0
         if BIAS == DECAY:
             x = tl.load(QUERY_NORM + sequence * H + h)
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             _running_sums(
                 LEVELS + level_at, REACH_PAST + at, PASTS + at, MOST_PAST + at, x, n, nk, b, False, TOGETHER
             )
