@@ -147,10 +147,8 @@ def main() -> None:
     }
     for part in options.parts:
         if part == "training":
-            print(
-                "ms on the GPU, forward and both: slopes, gates, gates' kernels, FoX; both over slopes': gates, kernels;"
-            )
-            print("% of tiles visited, forward/backward, of each")
+            print("dim length; ms on the GPU, forward and both, of slopes, gates, gates' kernels and FoX;")
+            print("both of gates and of their kernels over that of slopes; % of tiles visited, forward/backward")
         results[part] = training(options.lengths) if part == "training" else decoding()
         if options.out:  # after every part, so that a run cut short leaves what it has
             options.out.write_text(json.dumps(results, indent=1) + "\n")
