@@ -186,6 +186,11 @@ def decay_decoding() -> None:
         missed = float((dense(case)[0] - out).abs().max())
         assert missed <= tolerance + 1e-6, f"skipped {missed / tolerance} times the tolerance"
         assert bool(out.any()) == (share < 1.0), "what may be skipped is skipped"
+    k[edge : edge + UNIT] = tight.NORM  # the first unit behind the gate attracts, too
+    v[:, :, edge : edge + UNIT] = 1.0
+    case = replace(case, k=tight.line(k)[None, None])
+    with torch.no_grad():
+        torch.testing.assert_close(case.attend("triton"), dense(case)[0].float(), rtol=1e-4, atol=1e-5)
 
 
 def decay_ingredients() -> None:

@@ -7,6 +7,7 @@ heads of its group.
 
 With p_ij the softmax weights: dv_j = sum_i p_ij do_i;  ds_ij = p_ij (do_i.v_j - delta_i);
 dq_i = scale sum_j ds_ij k_j;  dk_j = scale sum_i ds_ij q_i;  dm = sum_ij ds_ij (j - i) for a past slope m.
+For gates, dc_t = sum_j ds_tj - sum_i ds_it: `query_kernel` stores the first sums, `key_kernel` the second.
 """
 
 from __future__ import annotations

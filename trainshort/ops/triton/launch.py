@@ -135,7 +135,7 @@ def backward(
     if empty or config.uneven or call.features.tail:  # padding, what lies between documents, the end of a cache
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    partials = _partials(config) if want_bias else _NO_PARTIALS
+    partials = _partials(config, empty) if want_bias else _NO_PARTIALS
     if not empty:
         key = ("backward", config, grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, want_bias)
         launch = CACHE.get(key)
@@ -155,9 +155,9 @@ _NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
 )
 
 
-def _partials(config: Config) -> dict[str, Tensor | None]:
+def _partials(config: Config, empty: bool) -> dict[str, Tensor | None]:
     """For what each program of the backward pass finds of the gradients of a bias: zeros, because blocks beyond the
-    end of a sequence write nothing."""
+    end of a sequence write nothing. empty: nothing will be written at all."""
     shape, device = config.partial_shape, config.features.device
     if config.features.bias == LINEAR:
         past, future = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
@@ -168,9 +168,10 @@ def _partials(config: Config) -> dict[str, Tensor | None]:
         sizes = {"ROW_SUMS": config.queries, "COLUMN_SUMS": config.keys}
         if not config.causal:
             sizes |= {f"{name}_AHEAD": size for name, size in sizes.items()}
-        shapes = {name: (config.batch, config.heads, size) for name, size in sizes.items()}
+        make = torch.zeros if empty or config.uneven or config.features.tail else torch.empty
         return _NO_PARTIALS | {
-            name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()
+            name: make((config.batch, config.heads, size), dtype=torch.float32, device=device)
+            for name, size in sizes.items()
         }
     if config.features.bias == DECAY:
         return _NO_PARTIALS | {"DSLOPES": torch.zeros(shape, dtype=torch.float32, device=device)}
@@ -189,10 +190,11 @@ def _by_token(call: Call, config: Config, partials: dict[str, Tensor | None]) ->
     """The gradient of c: what the rows of queries sum to, at their places among the keys, less what columns do; with
     the opposite sign for later keys."""
     found = {}
-    for name, side, sign in (("gate_sums", "", 1.0), ("ahead_sums", "_AHEAD", -1.0)):
+    for name, side in (("gate_sums", ""), ("ahead_sums", "_AHEAD")):
         rows, columns = partials[f"ROW_SUMS{side}"], partials[f"COLUMN_SUMS{side}"]
         if rows is not None and columns is not None:
-            found[name] = (_at_places(call, config, rows.double()) - columns.double()) * sign
+            rows, columns = _at_places(call, config, rows.double()), columns.double()
+            found[name] = columns.sub_(rows) if side else rows.sub(columns)
     return found
 
 
@@ -201,7 +203,7 @@ def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
     queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
     start = call.values["start"]
     assert isinstance(start, int)
-    if config.packed:
+    if config.packed or (sequences is None and start == 0 and queries == keys):
         return rows
     if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
         return torch.nn.functional.pad(rows, (start, keys - queries - start))

@@ -11,10 +11,13 @@ x -> ln sum w_j exp(x n_j) is convex and zero at zero, so below any X it lies un
 K = ln sum w_j exp(X n_j) / X. Beyond X it rises by at most the largest norm. X is taken from a sample of queries.
 This says nothing of a part of a unit, so f is a multiple of it.
 
+Under a decay -c_j stands for m j, and all keys up to a unit are weighed together: `_running_sums`, and the README.
+
     sample_kernel     the centre of the keys, and X, from a few rows
     bounds_kernel     reads k once: K and the largest norm of each unit of keys
     largest_kernel    the largest of these up to each unit, and from each unit on
     first_needed      inside the forward pass: the first unit that its queries cannot do without, and last_needed
+    first_needed_by_levels, last_needed_by_levels   the same for a decay
     order_kernel      after it, for the backward pass: makes what the forward pass found rise with the query, and
                       turns it round: which query units visit a key unit
 
@@ -25,6 +28,8 @@ A number that is not finite, anywhere, means: visit everything. Scratch memory, 
     NORM NORM_PAST NORM_AHEAD   by unit and key head: the largest norm, and the largest up to here and from here on
     PASTS MOST_PAST         by unit and head: K for queries behind the unit, and the largest up to here
     AHEADS MOST_AHEAD       the same for queries in front of it, and the largest from here on
+    REACH_PAST REACH_AHEAD  of a decay, by unit and head: ln of the sum of e^(c_U - c_j) over all keys up to it, or
+                            from it on, with c_U that of its key nearest to the queries; K is then that of them all
     FROM TO                 by part of a query unit: the key units that the forward pass visited
     FOUND_FIRST FOUND_LAST  and those of them that mattered
 """
