@@ -124,8 +124,9 @@ def _query_range(
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
-    Q, K, V, DO, OUT, LSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS, ROW_SUMS_AHEAD, SLOPES, FUTURES, SEES,
-    LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, OUT, LSE, DELTA, TERMS, TERMS_AHEAD, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS, ROW_SUMS_AHEAD,
+    SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER,
+    UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
@@ -134,7 +135,7 @@ def query_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
-    NB: tl.constexpr,
+    NB: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -191,6 +192,13 @@ def query_kernel(
     delta = tl.where(some, delta, 0.0)
     tl.store(DELTA + at, delta, mask=r < nq)
     lse = tl.load(LSE + at, mask=r < nq, other=float("inf"))
+    if BIAS == DECAY:  # for key_kernel, whose tiles have GROUP rows
+        first_row = r // GROUP * GROUP
+        of_group = tl.load(LEVELS + among_keys(start + first_row, nk))
+        tl.store(TERMS + at, query_term(LEVELS, AHEAD, p, nk, of_group, PAST) - lse, mask=r < nq)
+        if not CAUSAL:
+            of_group = tl.load(AHEAD + among_keys(start + tl.minimum(first_row + GROUP, nq) - 1, nk))
+            tl.store(TERMS_AHEAD + at, query_term(LEVELS, AHEAD, p, nk, of_group, FUTURE) - lse, mask=r < nq)
     dq = tl.zeros([BM, BD], tl.float32)
     dpast = tl.zeros([BM], tl.float32)
     dfuture = tl.zeros([BM], tl.float32)
@@ -244,21 +252,22 @@ def query_kernel(
 
 @triton.jit
 def _key_range(
-    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, b, h,
-    q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref, anchor, own_term,
-    mp, mf, offset, max_distance, log2_scale,
+    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END,
+    b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
+    anchor, own_term, mp, mf, offset, max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries
-    that look back to each key, or ahead to it. anchor, own_term: of a decay, on the side of this range."""
+    """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries that look back to
+    each key, or ahead to it. TERMS, anchor, own_term: of a decay, on the side of this range."""
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
         p = position(start, r, nk, max_distance, CAUSAL)
         q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
         do = load_rows(DO, b, h, row, do_base, stride_dot, nq, D, BD, BM, TMA)
-        lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
+        if BIAS != DECAY or SIDE == MASKED:
+            lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
         if SIDE == MASKED:
             lo, hi, some = sight(
@@ -276,8 +285,14 @@ def _key_range(
                 )
             w = tl.exp2(tl.where(seen, s - lse[None, :], -float("inf")))
         elif BIAS == DECAY:
+            # From the anchor of the keys to that of the tile's rows, and from there to each row, less its lse.
+            if SIDE == PAST:
+                between = query_term(LEVELS, AHEAD, start + row, nk, anchor, SIDE)
+            else:
+                between = query_term(LEVELS, AHEAD, start + tl.minimum(row + BM, nq) - 1, nk, anchor, SIDE)
+            term = tl.load(TERMS + at + r, mask=r < nq, other=-float("inf")) + between
             s += own_term[:, None]
-            w = tl.exp2(s + (query_term(LEVELS, AHEAD, p, nk, anchor, SIDE) - lse)[None, :])
+            w = tl.exp2(s + term[None, :])
         else:
             row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += column[:, None]
@@ -317,8 +332,8 @@ def _rows_up_to(BORDERS, limit, first, end, start, nk):
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD,
-    GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, LSE, DELTA, TERMS, TERMS_AHEAD, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES,
+    LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
@@ -405,23 +420,24 @@ def key_kernel(
                 n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
-                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-                    ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n0, j,
-                    start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
+                    gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+                    r0, n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance,
+                    log2_scale,
                     D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
-                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+                r0, n1, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
                 D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
             )  # fmt: skip
             m0 = n1
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j,
-            start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+            m0, n2, j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
         n3 = r1
@@ -432,16 +448,16 @@ def key_kernel(
             n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
             r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j,
-            start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+            n2, n3, j, start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
             D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j,
-                start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+                n3, r1, j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
                 D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
             )  # fmt: skip
         if DBIAS:

@@ -222,6 +222,7 @@ class Config:
                 **strides("o", out),
                 **strides("dq", dq),
                 DBIAS=want_bias,
+                GROUP=by_key.rows,
             ),
             self._attention(
                 backward.key_kernel,

@@ -145,9 +145,18 @@ def backward(
             launch = CACHE.put(key, Launch(kernels, slices))
         launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
-            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **partials, **call.values,
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_terms(config, lse), **partials, **call.values,
         })  # fmt: skip
     return dq, dk, dv, _summed(call, config, partials) if want_bias else None
+
+
+def _terms(config: Config, lse: Tensor) -> dict[str, Tensor | None]:
+    """What one kernel of the backward pass leaves for the other, of a decay."""
+    of_decay = config.features.bias == DECAY
+    return {
+        "TERMS": torch.empty_like(lse) if of_decay else None,
+        "TERMS_AHEAD": torch.empty_like(lse) if of_decay and not config.causal else None,
+    }
 
 
 _NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
