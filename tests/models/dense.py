@@ -83,10 +83,12 @@ def embedded(config: ts.ModelConfig, weights: Weights, x: Tensor, positions: Ten
 
 def turned(config: ts.ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
     """Rotary: as complex numbers. x: [B, heads, T, D]."""
-    if config.position != "rotary":
+    options = config.position_options
+    if config.position != "rotary" and not options.get("rotary"):
         return x
+    base = options.get("base", 10000.0) if config.position == "rotary" else options.get("rotary_base", 500000.0)
     half = x.shape[-1] // 2
-    angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = positions[:, None, :, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
     numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((numbers.real, numbers.imag), dim=-1)
 
@@ -131,19 +133,65 @@ def feed_forward(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor)
     return linear(weights, f"{name}.down", inner)
 
 
+def forgotten(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """The bias of forget gates, pair by pair: the sum of log f over the tokens between. [B, H, T, T]."""
+    log_f = -torch.log1p(torch.exp(-linear(weights, f"{name}.gates.logits", x))).transpose(1, 2)
+    length = x.shape[1]
+    index = torch.arange(length)
+    query, key, between = index[:, None, None], index[None, :, None], index[None, None, :]
+    past = ((between > key) & (between <= query)).to(x.dtype)
+    bias = torch.einsum("bht,qkt->bhqk", log_f[:, : config.num_heads], past)
+    if not config.causal:
+        future = ((between > query) & (between <= key)).to(x.dtype)
+        bias = bias + torch.einsum("bht,qkt->bhqk", log_f[:, config.num_heads :], future)
+    return bias
+
+
+def shifted(shares: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """Mixed with the token before. shares: [B, T, heads]; x: [B, heads, T, D]."""
+    out = []
+    for t in range(x.shape[2]):
+        share = shares[:, t, :, None]
+        before = x[:, :, t - 1] if t else torch.zeros_like(x[:, :, 0])
+        before = before * (positions[:, t] > 0).to(x.dtype)[:, None, None]
+        out.append(share * before + (1 - share) * x[:, :, t])
+    return torch.stack(out, dim=2)
+
+
+def head_normed(config: ts.ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
+    """x: [B, heads, T, D]; weight: [heads, D]."""
+    return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight[:, None]
+
+
 def self_attention(
     config: ts.ModelConfig, weights: Weights, name: str, x: Tensor, positions: Tensor, bias: Tensor
 ) -> Tensor:
     batch, length, _ = x.shape
+    normed_input = x
     x = linear(weights, f"{name}.qkv", x)
     if config.clip_qkv is not None:
         x = x.clamp(-config.clip_qkv, config.clip_qkv)
     x = x.view(batch, length, -1, config.width).transpose(1, 2)
     queries, keys = config.num_heads, config.num_heads + config.kv_heads
-    q, k = (turned(config, part, positions) for part in (x[:, :queries], x[:, queries:keys]))
+    q, k, v = x[:, :queries], x[:, queries:keys], x[:, keys:]
+    if config.kv_shift:
+        shares = 1 / (1 + torch.exp(-linear(weights, f"{name}.shift.shares", normed_input)))
+        k = shifted(shares[..., : config.kv_heads], k, positions)
+        v = shifted(shares[..., config.kv_heads :], v, positions)
+    if config.qk_norm:
+        q = head_normed(config, weights[f"{name}.query_norm.weight"], q)
+        k = head_normed(config, weights[f"{name}.key_norm.weight"], k)
+    q, k = (turned(config, part, positions) for part in (q, k))
+    if f"{name}.gates.logits.weight" in weights:
+        bias = bias + forgotten(config, weights, name, normed_input)
     scale = config.width**-0.5 if config.attention_scale is None else config.attention_scale
-    out = softmax_attention(q, k, x[:, keys:], bias, scale)
-    return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(batch, length, -1))
+    out = softmax_attention(q, k, v, bias, scale)
+    if config.output_norm:
+        out = head_normed(config, weights[f"{name}.output_norm.weight"], out)
+    out = out.transpose(1, 2).reshape(batch, length, -1)
+    if config.output_gate:
+        out = out / (1 + torch.exp(-linear(weights, f"{name}.output_gate", normed_input)))
+    return linear(weights, f"{name}.out", out)
 
 
 def hidden_states(

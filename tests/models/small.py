@@ -43,6 +43,8 @@ def lively(model: Model, seed: int = 0) -> Model:
                 parameter.copy_(1.0 + 0.2 * noise)
             elif "log_slopes" in name:
                 parameter.add_(0.3 * noise)
+            elif "gates" in name and parameter.dim() == 1:
+                parameter.copy_(4.0 + noise)  # open enough that far tokens matter
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embedding" in name or "token_types" in name or name.endswith("table"):

@@ -14,6 +14,7 @@ from trainshort.positions import POSITIONS, Position, Shape, build_position
 SHAPE = Shape(d_model=16, num_heads=2, head_dim=8, max_length=32)
 OPTIONS = {
     "alibi": {"slopes", "trainable", "scale", "one_sided"},
+    "fox": {"gate_bias", "rotary", "rotary_base"},
     "sinusoidal": {"base"},
     "learned": set(),
     "rotary": {"base"},

@@ -87,6 +87,7 @@ class BoundedCache(KeyValueCache):
             raise ValueError("a bounded cache needs float64 for its tables, which mps lacks: use a full cache there")
         self.padding: Tensor | None = None
         self.sequences = None
+        self.last, self.next_last = {}, {}
         self.growing = True
         self.length = self.capacity = 0
         # For those who ask for dtype and device: the keys themselves lie in rings.
@@ -271,6 +272,7 @@ class BoundedCache(KeyValueCache):
         return index[None] if self.padding is None else (index - self.padding[:, None]).clamp_min(0)
 
     def advance(self, tokens: int) -> None:
+        self.keep_last()
         if self.held is not None:
             if self.held.stepping:
                 self.held.finish_step()
@@ -365,6 +367,11 @@ def _check_options(
         raise ValueError(f"on_failure must be 'rerun' or 'raise', got {on_failure!r}")
     if not config.causal:
         raise ValueError("a cache needs causal attention")
+    if config.has_gates:
+        raise ValueError(
+            f"a bounded cache needs slopes that are known in advance, such as alibi's; {config.position} has gates "
+            "that come from the text, under which keys are not evicted yet: use a full cache"
+        )
     with torch.device("meta"):
         bias = build_position(config.position, config.position_shape, config.position_options).bias()
     if not isinstance(bias, LinearBias):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainshort.positions.alibi import Alibi
+from trainshort.positions.fox import Fox
 from trainshort.positions.learned import Learned
 from trainshort.positions.none import NoPosition
 from trainshort.positions.position import Position
@@ -12,6 +13,7 @@ from trainshort.positions.t5 import T5
 
 POSITIONS: dict[str, type[Position]] = {
     "alibi": Alibi,
+    "fox": Fox,
     "sinusoidal": Sinusoidal,
     "learned": Learned,
     "rotary": Rotary,
@@ -37,6 +39,10 @@ OTHER_NAMES = {
     "relative": "t5",
     "t5bias": "t5",
     "buckets": "t5",
+    "forgetting": "fox",
+    "forgettingtransformer": "fox",
+    "forget": "fox",
+    "cable": "fox",
     "nope": "none",
     "no": "none",
     "off": "none",
