@@ -11,7 +11,13 @@ import trainshort as ts
 from trainshort.positions import POSITIONS
 
 EVERY_POSITION = list(POSITIONS)
+# Those that a CUDA graph can step with.
+STEPPING_POSITIONS = [name for name in POSITIONS if not ts.ModelConfig(position=name, max_length=9).has_gates]
 VOCABULARY = 61
+FOX_PRO: dict[str, Any] = {
+    "norm": "rmsnorm", "activation": "silu", "gated": True, "qk_norm": True, "kv_shift": True, "output_norm": True,
+    "output_gate": True,
+}  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
 

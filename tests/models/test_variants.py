@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import trainshort as ts
 from tests.models import dense
-from tests.models.small import EVERY_POSITION, encoder, language_model, random_tokens, small_config
+from tests.models.small import EVERY_POSITION, FOX_PRO, encoder, language_model, random_tokens, small_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -65,12 +65,6 @@ ALIBI: dict[str, dict[str, Any]] = {
     "scaled": {"scale": 0.35},
     "local": {"slopes": [0.7, 0.3, 0.1, 0.02]},
 }
-
-
-FOX_PRO: dict[str, Any] = {
-    "norm": "rmsnorm", "activation": "silu", "gated": True, "qk_norm": True, "kv_shift": True, "output_norm": True,
-    "output_gate": True,
-}  # fmt: skip
 
 
 def assert_same_as_dense(model: ts.LanguageModel | ts.Encoder, limit: float, length: int = 150) -> None:

@@ -207,11 +207,11 @@ class KeyValueCache:
 
     def why_not_stepping(self) -> str | None:
         """Why this cache cannot step, in words; None where it can."""
+        if self.sums:
+            return "the kernels for a GPU do not step with forget gates yet"
         reason = why_not_triton(self.keys[0])
         if reason is not None:
             return f"attention over its cache runs without the kernels for a GPU: {reason}"
-        if self.sums:
-            return "the kernels for a GPU do not step with forget gates yet"
         device = self.keys[0].device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != self.keys[0].dtype:
             return f"autocast to {torch.get_autocast_dtype(device)} with a cache of {self.keys[0].dtype}"
