@@ -44,6 +44,12 @@ def t5_bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -
     return offset + min(buckets - 1, exact + int(place + 1e-9))
 
 
+def stretched_by(config: ts.ModelConfig, length: int) -> float:
+    """The factor of options for texts longer than those of the training."""
+    options = config.position_options
+    return options.get("factor") or max(1.0, length / options["trained_length"])
+
+
 def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: int, start: int = 0) -> Tensor:
     """What is added to the scores: [H, Tq, Tk]. Distances are key - query; -inf where a head does not look."""
     distance = torch.arange(keys)[None, :] - (start + torch.arange(queries))[:, None]
@@ -54,8 +60,14 @@ def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: 
         if options.get("trainable"):
             slopes = weights["position.log_slopes"].exp()
         else:
-            given = options.get("slopes") or paper_slopes(config.num_heads)
+            biased = options.get("biased_heads", config.num_heads)
+            given = options.get("slopes") or paper_slopes(biased) + [0.0] * (config.num_heads - biased)
             slopes = torch.tensor(given, dtype=dtype) * options.get("scale", 1.0)
+        if options.get("scaling") == "linear":
+            slopes = slopes / stretched_by(config, max(start + queries, keys))
+        elif options.get("scaling") == "ntk":  # for a number of heads whose slopes fall from head to head
+            factor, last = stretched_by(config, max(start + queries, keys)), max(int((slopes > 0).sum()) - 1, 1)
+            slopes = slopes / factor ** (torch.arange(config.num_heads) / last)
         bias = bias - slopes[:, None, None] * distance.abs()
         if options.get("one_sided"):
             past = (config.num_heads + 1) // 2
@@ -87,8 +99,20 @@ def turned(config: ts.ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
     if config.position != "rotary" and not options.get("rotary"):
         return x
     base = options.get("base", 10000.0) if config.position == "rotary" else options.get("rotary_base", 500000.0)
-    half = x.shape[-1] // 2
-    angles = positions[:, None, :, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
+    half, size = x.shape[-1] // 2, 1.0
+    scaling = options.get("scaling") if config.position == "rotary" else None
+    factor = stretched_by(config, x.shape[2]) if scaling else 1.0
+    if scaling == "ntk":
+        base = base * factor ** (2 * half / (2 * half - 2))
+    frequencies = base ** (-torch.arange(half, dtype=x.dtype) / half)
+    if scaling == "yarn":
+        size = 0.1 * math.log(factor) + 1.0
+        turns = options["trained_length"] / (2 * math.pi / frequencies)  # wavelengths in the trained length
+        for i in range(half):
+            kept = min(max((float(turns[i]) - 1.0) / (32.0 - 1.0), 0.0), 1.0)
+            frequencies[i] = kept * frequencies[i] + (1.0 - kept) * frequencies[i] / factor
+    angles = positions[:, None, :, None] * frequencies
+    x = x * size
     numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((numbers.real, numbers.imag), dim=-1)
 

@@ -64,6 +64,15 @@ ALIBI: dict[str, dict[str, Any]] = {
     "trainable": {"trainable": True},
     "scaled": {"scale": 0.35},
     "local": {"slopes": [0.7, 0.3, 0.1, 0.02]},
+    "without_slopes": {"slopes": [0.7, 0.0, 0.1, 0.0]},
+    "biased_heads": {"biased_heads": 2},
+    "linear": {"scaling": "linear", "factor": 3.0},
+    "linear_by_length": {"scaling": "linear", "trained_length": 64},
+    "linear_trained_longer": {"scaling": "linear", "trained_length": 640},
+    "ntk": {"scaling": "ntk", "factor": 8.0, "scale": 2.0},
+    "ntk_by_length": {"scaling": "ntk", "trained_length": 30, "trainable": False},
+    "ntk_of_two_heads": {"scaling": "ntk", "factor": 8.0, "biased_heads": 2},
+    "rotary": {"rotary": True, "rotary_base": 100.0, "scaling": "linear", "factor": 2.0},
 }
 
 
@@ -156,6 +165,26 @@ def test_padding_of_fox_pro(side: str) -> None:
         states = model.trunk(tokens, key_padding_mask=real)
         expected = dense.hidden_states(model.config, dense.weights_of(model), tokens, real=real)
     torch.testing.assert_close(states[real], expected[real], rtol=0.0, atol=1e-9)
+
+
+def test_trainable_slopes_are_stretched_too() -> None:
+    options = {"trainable": True, "scaling": "linear", "factor": 4.0}
+    assert_same_as_dense(language_model(dtype=torch.float64, position_options=options), 1e-6)  # slopes are float32
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "ntk": {"scaling": "ntk", "factor": 4.0},
+    "ntk_by_length": {"scaling": "ntk", "trained_length": 40},
+    "ntk_trained_longer": {"scaling": "ntk", "trained_length": 640},
+    "yarn": {"scaling": "yarn", "factor": 4.0, "trained_length": 100, "base": 50.0},
+    "yarn_by_length": {"scaling": "yarn", "trained_length": 100},
+}
+
+
+@pytest.mark.parametrize("kind", [language_model, encoder])
+@pytest.mark.parametrize("name", ROTARY)
+def test_options_of_rotary(name: str, kind) -> None:
+    assert_same_as_dense(kind("rotary", dtype=torch.float64, position_options=ROTARY[name]), 1e-9)
 
 
 def test_options_of_t5() -> None:

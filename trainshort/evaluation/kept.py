@@ -24,7 +24,7 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
     kept: the fraction of visible key blocks that are visited, [layers][heads]. reach, farthest: tokens from the
     last query of a block back to the first key it visits, on average and at most.
     """
-    bias = model.position.bias()
+    bias = model.position.at_length(tokens.shape[1]).bias()
     if bias is None or not bias.certifiable:
         return None
     layers, heads = model.config.num_layers, model.config.num_heads

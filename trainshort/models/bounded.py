@@ -304,6 +304,10 @@ class BoundedCache(KeyValueCache):
             raise TypeError(f"a bounded cache needs a causal LinearBias with slopes [heads], got {bias!r}")
         slopes = bias.slopes.detach()
         if self.slopes is None:
+            if bool((slopes == 0).any()):
+                raise ValueError(
+                    "a bounded cache evicts keys that fade, and to a head of slope 0 none does: use a full cache"
+                )
             require_positive("slopes", slopes)
             self.slopes = slopes.to(self.device, torch.float64, copy=True)
         elif self.device.type == "cpu" and not torch.equal(self.slopes, slopes.double()):
@@ -373,7 +377,13 @@ def _check_options(
             "that come from the text, under which keys are not evicted yet: use a full cache"
         )
     with torch.device("meta"):
-        bias = build_position(config.position, config.position_shape, config.position_options).bias()
+        position = build_position(config.position, config.position_shape, config.position_options)
+        bias = position.bias()
+    if position.depends_on_length:
+        raise ValueError(
+            f"a bounded cache needs slopes that stay as they are; those of {config.position} depend on the length of "
+            "the text here: give a factor instead of trained_length, or use a full cache"
+        )
     if not isinstance(bias, LinearBias):
         raise ValueError(
             f"a bounded cache needs positions under which distant keys provably fade, such as alibi; "

@@ -19,7 +19,7 @@ def share_of_keys(model: LanguageModel, tokens: Tensor) -> float | None:
 
     None where no key can be skipped because the bias is no penalty on distance.
     """
-    bias = model.position.bias()
+    bias = model.position.at_length(tokens.shape[1]).bias()
     if bias is None or not bias.certifiable:
         return None
     with queries_and_keys(model) as seen:

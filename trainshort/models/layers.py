@@ -288,15 +288,18 @@ class Trunk(nn.Module):
             check_mask(key_padding_mask, tokens)
         if cache is None:
             positions = self._positions(tokens, key_padding_mask, cu_seqlens)
-            context = Context(self.position, positions, self.position.bias(), None, key_padding_mask, cu_seqlens)
+            position = self._position_for(length, cu_seqlens)
+            context = Context(position, positions, position.bias(), None, key_padding_mask, cu_seqlens)
             return self._hidden(tokens, token_types, context)
         self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
 
         def compute(part: Tensor) -> Tensor:
+            whole = cache.length + part.shape[1] if cache.growing else cache.capacity
+            position = self.position.at_length(whole, growing=cache.growing)
             context = Context(
-                self.position,
+                position,
                 cache.positions(part.shape[1]),
-                self.position.bias(),
+                position.bias(),
                 cache,
                 few_rows=cache.has_few_rows and not (self.training or torch.is_grad_enabled()),
             )
@@ -311,7 +314,7 @@ class Trunk(nn.Module):
             x = x + self.token_types(kinds)
         elif token_types is not None:
             raise ValueError("token_types were given, but the model has none (token_types=0)")
-        x = self.position.embed(x, context.positions)
+        x = context.position.embed(x, context.positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.dropout(x)
@@ -319,6 +322,12 @@ class Trunk(nn.Module):
         for block in self.blocks:
             x = call(block, x, context)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _position_for(self, length: int, cu_seqlens: Tensor | None) -> Position:
+        """The position method for rows of this length, or documents in one: the longest counts, which is read."""
+        if cu_seqlens is not None and self.position.depends_on_length:
+            length = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        return self.position.at_length(length)
 
     def compile_blocks(self, options: dict[str, Any] | None) -> None:
         self.compile_options = options

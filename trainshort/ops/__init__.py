@@ -73,7 +73,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             keys unless `query_start` says otherwise.
         k: Keys [B, Hkv, Tk, D]; Hkv divides H (grouped queries).
         v: Values, like k.
-        slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad.
+        slopes: [H] or [B, H], at least 0; None: the paper's. Differentiable if it requires grad.
         causal: A query sees its past and itself; False: both sides, symmetrically.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,

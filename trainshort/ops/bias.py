@@ -108,6 +108,10 @@ class Bias:
         """The tensors whose numbers must be positive and at most LARGEST_SLOPE."""
         return {}
 
+    def not_negative(self) -> dict[str, Tensor]:
+        """Those whose numbers may be 0 as well."""
+        return {}
+
     def without_nan(self) -> dict[str, Tensor]:
         """What is required of numbers that a user gave -> a tensor [..., T] with NaN where they are refused."""
         return {}
@@ -169,7 +173,8 @@ class LinearBias(Bias):
     looks ("past", "future" or "both"; the query's own position is always in sight).
 
     Args:
-        slopes: [H] or [B, H], positive. Differentiable if it requires grad, like `future`.
+        slopes: [H] or [B, H], at least 0; a head of slope 0 sees everything alike, and skips nothing. Differentiable
+            if it requires grad, like `future`.
         future: The slopes of the future, like `slopes`; None: the same.
         offset: Between 0 and 1: the distance by which the future is nearer.
         sees: For each head "past", "future" or "both"; None: as `causal` says.
@@ -251,7 +256,7 @@ class LinearBias(Bias):
     def both_ways(self) -> LinearBias:
         return replace(self, sees=None)
 
-    def positive(self) -> dict[str, Tensor]:
+    def not_negative(self) -> dict[str, Tensor]:
         return {"slopes": self.slopes} | ({} if self.future is None else {"future": self.future})
 
     def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> LinearBias:

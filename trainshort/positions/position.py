@@ -30,6 +30,14 @@ class Position(nn.Module):
 
     max_length: int | None = None  # the longest sequence the method can represent; None: any
     label: str | None = None  # what reports call it; None: the name it has in the table
+    depends_on_length: bool = False  # whether `at_length` may give another method than this one
+
+    def at_length(self, length: int, growing: bool = False) -> Position:
+        """The method as it is for a text of this many tokens: the model calls the other hooks of that one.
+
+        growing: what comes later may make the text longer, and keys that are turned now stay as they are in a cache.
+        """
+        return self
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add to the token embeddings. x: [B, T, d_model]; positions: int64 [B or 1, T]."""
