@@ -73,6 +73,13 @@ def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: 
             past = (config.num_heads + 1) // 2
             bias[:past] = bias[:past].masked_fill(distance > 0, -math.inf)
             bias[past:] = bias[past:].masked_fill(distance < 0, -math.inf)
+    elif config.position == "kerple":
+        a, p = (weights[f"position.{name}"].to(dtype)[:, None, None] for name in ("a", "p"))
+        steps = distance.abs().to(dtype)
+        if options.get("kind") == "power":
+            bias = bias - a * torch.exp(p * steps.clamp_min(1.0).log()) * (steps > 0)
+        else:
+            bias = bias - p * torch.log(1.0 + a * steps)
     elif config.position == "t5":
         buckets, furthest = options.get("buckets", 32), options.get("max_distance", 128)
         every = {int(d): t5_bucket(int(d), buckets, furthest, not config.causal) for d in distance.unique()}

@@ -12,7 +12,7 @@ from trainshort.positions import POSITIONS
 
 EVERY_POSITION = list(POSITIONS)
 # Those that a CUDA graph can step with.
-STEPPING_POSITIONS = [name for name in POSITIONS if not ts.ModelConfig(position=name, max_length=9).has_gates]
+STEPPING_POSITIONS = [name for name in POSITIONS if name not in ("fox", "kerple")]
 VOCABULARY = 61
 FOX_PRO: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "silu", "gated": True, "qk_norm": True, "kv_shift": True, "output_norm": True,
@@ -51,6 +51,8 @@ def lively(model: Model, seed: int = 0) -> Model:
                 parameter.add_(0.3 * noise)
             elif "gates" in name and parameter.dim() == 1:
                 parameter.copy_(4.0 + noise)  # open enough that far tokens matter
+            elif name.split(".")[-1] in ("a", "p"):  # of kerple, which are positive
+                parameter.copy_(noise.abs() + 0.1)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embedding" in name or "token_types" in name or name.endswith("table"):

@@ -187,6 +187,11 @@ def test_options_of_rotary(name: str, kind) -> None:
     assert_same_as_dense(kind("rotary", dtype=torch.float64, position_options=ROTARY[name]), 1e-9)
 
 
+@pytest.mark.parametrize("kind", [language_model, encoder])
+def test_options_of_kerple(kind) -> None:
+    assert_same_as_dense(kind("kerple", dtype=torch.float64, position_options={"kind": "power"}), 1e-9)
+
+
 def test_options_of_t5() -> None:
     model = language_model("t5", dtype=torch.float64, position_options={"buckets": 8, "max_distance": 40})
     assert_same_as_dense(model, 1e-9)

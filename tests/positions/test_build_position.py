@@ -20,6 +20,7 @@ OPTIONS = {
     "learned": set(),
     "rotary": {"base"} | SCALING,
     "t5": {"buckets", "max_distance"},
+    "kerple": {"kind"},
     "none": set(),
 }
 

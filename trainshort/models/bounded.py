@@ -25,7 +25,6 @@ from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 from trainshort.ops.tracing import is_recording
 from trainshort.ops.values import require_positive
-from trainshort.positions import build_position
 
 ADAPT = 64  # steps between two looks at what queries need
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
@@ -376,8 +375,8 @@ def _check_options(
             f"a bounded cache needs slopes that are known in advance, such as alibi's; {config.position} has gates "
             "that come from the text, under which keys are not evicted yet: use a full cache"
         )
+    position = config.position_on_meta()
     with torch.device("meta"):
-        position = build_position(config.position, config.position_shape, config.position_options)
         bias = position.bias()
     if position.depends_on_length:
         raise ValueError(

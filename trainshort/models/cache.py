@@ -71,7 +71,7 @@ class KeyValueCache:
         self.length = 0
         self.padding: Tensor | None = None  # int64 [B]
         self.sequences: Tensor | None = None  # int32 [B, 5] while stepping: where each row is, as the kernels read it
-        self.batch_size = batch_size
+        self.config, self.batch_size = config, batch_size
         self.last, self.next_last = {}, {}
         shape = (batch_size, config.kv_heads, self.capacity, config.width)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -209,6 +209,9 @@ class KeyValueCache:
         """Why this cache cannot step, in words; None where it can."""
         if self.sums:
             return "the kernels for a GPU do not step with forget gates yet"
+        bias = self.config.position_on_meta().bias()
+        if bias is not None and not bias.has_kernels:
+            return f"there are no kernels for a GPU that take a {type(bias).__name__} yet"
         reason = why_not_triton(self.keys[0])
         if reason is not None:
             return f"attention over its cache runs without the kernels for a GPU: {reason}"

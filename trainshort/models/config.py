@@ -11,7 +11,7 @@ import torch
 
 from trainshort.common.checks import LARGEST_SIZE, is_finite, is_size
 from trainshort.common.settings import Settings, check_type
-from trainshort.positions import Shape, build_position, plain_options
+from trainshort.positions import Position, Shape, build_position, plain_options
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
@@ -80,8 +80,7 @@ class ModelConfig(Settings):
         self._check_layout()
         options = plain_options(self.position, self.position_options)
         object.__setattr__(self, "position_options", options)  # what JSON gives back
-        with torch.device("meta"):  # refuses what it cannot build, and needs no memory or random numbers for it
-            build_position(self.position, self.position_shape, self.position_options)
+        self.position_on_meta()  # refuses what it cannot build
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", *OPTIONAL_SIZES):
@@ -147,7 +146,12 @@ class ModelConfig(Settings):
     def has_gates(self) -> bool:
         """Whether layers have forget gates, of which a cache keeps the running sums."""
         with torch.device("meta"):
-            return build_position(self.position, self.position_shape, self.position_options).gates() is not None
+            return self.position_on_meta().gates() is not None
+
+    def position_on_meta(self) -> Position:
+        """The position method without values, which needs no memory and no random numbers."""
+        with torch.device("meta"):
+            return build_position(self.position, self.position_shape, self.position_options)
 
     @property
     def position_shape(self) -> Shape:

@@ -30,6 +30,7 @@ from trainshort.ops import dispatch
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
+from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.tracing import is_eager
 from trainshort.ops.triton import run as triton_backend
@@ -41,6 +42,7 @@ __all__ = [
     "BucketBias",
     "DecayBias",
     "Explanation",
+    "KerpleBias",
     "LinearBias",
     "alibi_attention",
     "alibi_slopes",
@@ -136,8 +138,8 @@ def attention(  # noqa: PLR0913  a public signature
     """Attention with a bias that depends on where queries and keys stand.
 
     Args:
-        bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5) or None. Keys can be skipped under
-            the first two only: `tolerance` and `key_norms` say nothing otherwise.
+        bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5), a KerpleBias or None. Keys can be
+            skipped under the first two only: `tolerance` and `key_norms` say nothing otherwise.
 
     All other arguments, and what is returned, as in `alibi_attention`.
 

@@ -76,6 +76,7 @@ class Bias:
     learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
     certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
     by_distance: ClassVar[bool] = True  # whether it depends on the distance alone
+    has_kernels: ClassVar[bool] = True  # whether the Triton kernels know it
 
     @classmethod
     def from_fields(cls, **values: Any) -> Self:

@@ -48,6 +48,7 @@ class DecayBias(Bias):
     learned = ("gate_sums", "ahead_sums", "rates")
     certifiable = True
     by_distance = False
+    has_kernels = False
 
     def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
         sums, first = running_sums(log_gates)

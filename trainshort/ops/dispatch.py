@@ -28,7 +28,6 @@ from trainshort.ops import operators, reference, sdpa
 from trainshort.ops.bias import learned_tensors
 from trainshort.ops.blocked import decode as blocked_decoding
 from trainshort.ops.blocked import run as blocked_backend
-from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
 from trainshort.ops.triton import run as triton_backend
@@ -84,8 +83,8 @@ def why_not_triton(q: Tensor) -> str | None:
 
 
 def _why_not_kernels(problem: Problem) -> str | None:
-    if isinstance(problem.bias, DecayBias):
-        return "it does not take a DecayBias yet"
+    if problem.bias is not None and not problem.bias.has_kernels:
+        return f"it does not take a {type(problem.bias).__name__} yet"
     return why_not_triton(problem.q)
 
 

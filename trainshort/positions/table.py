@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainshort.positions.alibi import Alibi
 from trainshort.positions.fox import Fox
+from trainshort.positions.kerple import Kerple
 from trainshort.positions.learned import Learned
 from trainshort.positions.none import NoPosition
 from trainshort.positions.position import Position
@@ -18,6 +19,7 @@ POSITIONS: dict[str, type[Position]] = {
     "learned": Learned,
     "rotary": Rotary,
     "t5": T5,
+    "kerple": Kerple,
     "none": NoPosition,
 }
 BUILT_IN = dict(POSITIONS)
@@ -46,6 +48,9 @@ OTHER_NAMES = {
     "nope": "none",
     "no": "none",
     "off": "none",
+    "kernel": "kerple",
+    "yarn": "rotary",
+    "ntk": "rotary",
     "linear": "alibi",
     "linearbias": "alibi",
     "bloom": "alibi",

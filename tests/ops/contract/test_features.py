@@ -31,7 +31,7 @@ def in_mode(place: Place, feature: str, mode: str) -> Case:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature: str, mode: str, place: Place) -> None:
     if feature in WITHOUT_KERNELS and place.backend == "triton":
-        pytest.skip("no kernels for a DecayBias yet")
+        pytest.skip("no kernels for this bias yet")
     judge = place.judge_of(in_mode, feature, mode)
     judge.check(judge.case.run(place.backend))
 
