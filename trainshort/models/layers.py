@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         if norm is not None and not (self.gates is None and self.shift is None and self.output_gate is None):
             x, norm = norm(x), None  # not for q, k and v alone
         q, k, v = self._queries_keys_values(x, context, norm)
-        out = self._attend(
+        out = self.attend(
             q, k, v, context.bias if self.gates is None else self._decay(self.gates(x), context), context
         )
         if self.output_norm is not None:
@@ -94,7 +94,8 @@ class SelfAttention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         return *context.position.rotate(q, k, context.positions), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Context) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Context) -> Tensor:
+        """Attention of queries to keys as they are, [B, heads, T, width]."""
         config = self.config
         if context.cache is not None:
             return context.cache.attend(self.layer, q, k, v, bias=bias, scale=config.score_scale)
