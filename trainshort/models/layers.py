@@ -112,6 +112,8 @@ class SelfAttention(nn.Module):
 
     def _decay(self, log_gates: Tensor | tuple[Tensor, Tensor], context: Context) -> DecayBias:
         """The bias that this layer's gates make. Those of padding are open: nothing is to be forgotten there."""
+        if context.bias is not None:
+            raise ValueError(f"position {self.config.position!r} has gates and a bias: attention takes one of them")
         past, future = log_gates if isinstance(log_gates, tuple) else (log_gates, None)
         if context.cache is not None:
             return context.cache.decay(self.layer, past)
