@@ -100,7 +100,7 @@ def test_packed_documents() -> None:
 @pytest.mark.parametrize("position", ["fox", "kerple"])
 def test_generation_says_why_it_has_no_graph(position: str) -> None:
     tokens = torch.zeros(1, 5, dtype=torch.int64).cuda()
-    with pytest.raises(RuntimeError, match="cannot use CUDA graphs: .*(gates|KerpleBias)"):
+    with pytest.raises(RuntimeError, match=r"cannot use CUDA graphs: .*(gates|KerpleBias)"):
         model_of(position).cuda().generate(tokens, max_new_tokens=3, cuda_graph=True)
 
 

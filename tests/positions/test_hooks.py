@@ -1,4 +1,4 @@
-"""Methods of users: those written for embed, rotate and bias alone go on working, and gates are a hook like others."""
+"""Methods of users: those written for embed, rotate and bias alone go on working; gates are a hook like others."""
 
 from __future__ import annotations
 
