@@ -212,11 +212,11 @@ def _slope_side(slopes: Tensor, position: Tensor, blocks: int, block: int) -> _S
     """slopes: [B or 1, H]; position: of the queries, [B or 1, 1, Tq]."""
     ends = (torch.arange(blocks, device=slopes.device) + 1) * block - 1
     inside = torch.arange(1 - block, 1, device=slopes.device)  # position relative to the end of the block
-    # All keys as long as the longest: a geometric series, and where the slope is 0 as many times the same.
-    series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes)).masked_fill(slopes == 0, math.log(block))
+    # All keys as long as the longest: a geometric series.
+    series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
     return _Side(
         queries=slopes[..., None] * position,
-        ends=slopes[..., None] * ends,
+        ends=(slopes[..., None] * ends).masked_fill(slopes[..., None] == 0, HUGE),  # without a slope nothing goes
         fade=(slopes[..., None] * inside)[:, :, None],
         series=series[..., None],
     )
