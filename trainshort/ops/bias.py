@@ -61,13 +61,24 @@ class KernelBias(NamedTuple):
     futures: Tensor | None = None
     line: Tensor | None = None  # float32 [H, 2 max_distance + 1]: the bias by distance, in units of log2
     buckets: Tensor | None = None  # int32 [2 max_distance + 1]: the bucket of each distance
+    levels: Tensor | None = None  # of a decay: c for earlier keys, float64 [B or 1, H, T], laid out as the next three
+    ahead: Tensor | None = None  # c for later keys
+    gate_first: Tensor | None = None  # int32: the first key that each position may see; None for times
+    ahead_end: Tensor | None = None  # int32: one past the last
     by_row: bool = False  # slopes [B, H]
     offset: float = 0.0
     max_distance: int = 0
     bucket_count: int = 1
 
+    @property
+    def level_strides(self) -> tuple[int, int]:
+        """Of levels and what is laid out as they are: by row of the batch, and by head."""
+        if self.levels is None:
+            return 0, 0
+        return self.levels.stride(0) if self.levels.shape[0] > 1 else 0, self.levels.stride(1)
 
-NO_BIAS, LINEAR, BUCKET = 0, 1, 2  # KernelBias.kind
+
+NO_BIAS, LINEAR, BUCKET, DECAY = 0, 1, 2, 3  # KernelBias.kind
 
 
 class Bias:
@@ -302,8 +313,8 @@ class LinearBias(Bias):
         return {"slopes": fold_rows(sums["past"], self.slopes), "future": fold_rows(sums["future"], self.future)}
 
     def for_kernels(self, batch: int) -> KernelBias:
-        slopes = _for_kernels(self.slopes)
-        futures = slopes if self.future is None else _for_kernels(self.future)
+        slopes = aligned(self.slopes)
+        futures = slopes if self.future is None else aligned(self.future)
         if futures.dim() != slopes.dim():
             shape = (batch, slopes.shape[-1])
             slopes, futures = slopes.expand(shape).contiguous(), futures.expand(shape).contiguous()
@@ -422,7 +433,7 @@ def fold_rows(gradient: Tensor, slopes: Tensor) -> Tensor:
     return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
 
 
-def _for_kernels(slopes: Tensor) -> Tensor:
-    """Float32, contiguous, at an address that is a multiple of 16."""
-    slopes = slopes.detach().float().contiguous()
-    return slopes if slopes.data_ptr() % 16 == 0 else slopes.clone()
+def aligned(numbers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a dtype, contiguous, at an address that is a multiple of 16."""
+    numbers = numbers.detach().to(dtype).contiguous()
+    return numbers if numbers.data_ptr() % 16 == 0 else numbers.clone()

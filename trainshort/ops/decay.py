@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE, Bias, fold_rows
+from trainshort.ops.bias import DECAY, LARGEST_SLOPE, Bias, KernelBias, aligned, fold_rows
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -48,7 +48,6 @@ class DecayBias(Bias):
     learned = ("gate_sums", "ahead_sums", "rates")
     certifiable = True
     by_distance = False
-    has_kernels = False
 
     def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
         sums, first = running_sums(log_gates)
@@ -213,6 +212,29 @@ class DecayBias(Bias):
             else:
                 found[name] = (total.sum(0, keepdim=True) if tensor.shape[0] == 1 else total).to(tensor.dtype)
         return found
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        past, later = self.levels()
+        if self.rates is not None:
+            levels = aligned(past, past.dtype)
+            rates = torch.atleast_2d(self.rates).expand(past.shape[0], -1)
+            return KernelBias(DECAY, aligned(rates), levels=levels, ahead=levels, by_row=past.shape[0] > 1)
+        assert self.gate_first is not None
+        if self.ahead_sums is None or self.ahead_end is None:
+            levels, first = _laid_out_alike(batch, past, self.gate_first)
+            return KernelBias(DECAY, levels=levels, gate_first=first)
+        levels, first, ahead, end = _laid_out_alike(batch, past, self.gate_first, later, self.ahead_end)
+        return KernelBias(DECAY, levels=levels, gate_first=first, ahead=ahead, ahead_end=end)
+
+
+def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors [B or 1, H, T] with the same strides, at addresses that are multiples of 16. As they are if they have
+    them already: a step of decoding must not copy what a cache keeps."""
+    if len({tensor.shape[0] for tensor in tensors}) > 1:
+        tensors = tuple(tensor.expand(batch, -1, -1) for tensor in tensors)
+    if len({tensor.stride() for tensor in tensors}) > 1 or tensors[0].stride(2) != 1:
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+    return tuple(tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors)
 
 
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}

@@ -232,7 +232,7 @@ FEATURES |= {
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
     "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
 }  # fmt: skip
-WITHOUT_KERNELS = [name for name in FEATURES if name.startswith(("gates", "borders", "times", "kerple"))]
+WITHOUT_KERNELS = [name for name in FEATURES if name.startswith("kerple")]
 
 
 def feature_case(place: Place, feature: str, **more: Any) -> Case:

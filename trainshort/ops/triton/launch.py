@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainshort.ops.bias import BUCKET, LINEAR, KernelBias
+from trainshort.ops.bias import BUCKET, DECAY, LINEAR, KernelBias
 from trainshort.ops.problem import Problem
 from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.call import (
@@ -135,7 +135,7 @@ def backward(
     if empty or config.uneven or call.features.tail:  # padding, what lies between documents, the end of a cache
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    partials = _partials(config) if want_bias else _NO_PARTIALS
+    partials = _partials(config, empty) if want_bias else _NO_PARTIALS
     if not empty:
         key = ("backward", config, grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, want_bias)
         launch = CACHE.get(key)
@@ -145,29 +145,90 @@ def backward(
             launch = CACHE.put(key, Launch(kernels, slices))
         launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
-            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **partials, **call.values,
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_terms(config, lse), **partials, **call.values,
         })  # fmt: skip
-    return dq, dk, dv, _summed(partials) if want_bias else None
+    return dq, dk, dv, _summed(call, config, partials) if want_bias else None
 
 
-_NO_PARTIALS: dict[str, Tensor | None] = {"DSLOPES": None, "DFUTURES": None, "DTABLE": None}
+def _terms(config: Config, lse: Tensor) -> dict[str, Tensor | None]:
+    """What one kernel of the backward pass leaves for the other, of a decay."""
+    of_decay = config.features.bias == DECAY
+    return {
+        "TERMS": torch.empty_like(lse) if of_decay else None,
+        "TERMS_AHEAD": torch.empty_like(lse) if of_decay and not config.causal else None,
+    }
 
 
-def _partials(config: Config) -> dict[str, Tensor | None]:
+_NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
+    ("DSLOPES", "DFUTURES", "DTABLE", "ROW_SUMS", "COLUMN_SUMS", "ROW_SUMS_AHEAD", "COLUMN_SUMS_AHEAD")
+)
+
+
+def _partials(config: Config, empty: bool) -> dict[str, Tensor | None]:
     """For what each program of the backward pass finds of the gradients of a bias: zeros, because blocks beyond the
-    end of a sequence write nothing."""
+    end of a sequence write nothing. empty: nothing will be written at all."""
     shape, device = config.partial_shape, config.features.device
     if config.features.bias == LINEAR:
         past, future = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
         return _NO_PARTIALS | {"DSLOPES": past, "DFUTURES": future}
     if config.features.bias == BUCKET:
         return _NO_PARTIALS | {"DTABLE": torch.zeros((*shape, config.buckets), dtype=torch.float32, device=device)}
+    if config.features.gates:
+        sizes = {"ROW_SUMS": config.queries, "COLUMN_SUMS": config.keys}
+        if not config.causal:
+            sizes |= {f"{name}_AHEAD": size for name, size in sizes.items()}
+        make = torch.zeros if empty or config.uneven or config.features.tail else torch.empty
+        return _NO_PARTIALS | {
+            name: make((config.batch, config.heads, size), dtype=torch.float32, device=device)
+            for name, size in sizes.items()
+        }
+    if config.features.bias == DECAY:
+        return _NO_PARTIALS | {"DSLOPES": torch.zeros(shape, dtype=torch.float32, device=device)}
     return _NO_PARTIALS
 
 
-def _summed(partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    names = {"DSLOPES": "past", "DFUTURES": "future", "DTABLE": "table"}
+def _summed(call: Call, config: Config, partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    if config.features.gates:
+        return _by_token(call, config, partials)
+    past = "rates" if config.features.bias == DECAY else "past"
+    names = {"DSLOPES": past, "DFUTURES": "future", "DTABLE": "table"}
     return {names[name]: each.double().sum(2) for name, each in partials.items() if each is not None}
+
+
+def _by_token(call: Call, config: Config, partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradient of c: what the rows of queries sum to, at their places among the keys, less what columns do; with
+    the opposite sign for later keys."""
+    found = {}
+    for name, side in (("gate_sums", ""), ("ahead_sums", "_AHEAD")):
+        rows, columns = partials[f"ROW_SUMS{side}"], partials[f"COLUMN_SUMS{side}"]
+        if rows is not None and columns is not None:
+            rows, columns = _at_places(call, config, rows.double()), columns.double()
+            found[name] = columns.sub_(rows) if side else rows.sub(columns)
+    return found
+
+
+def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
+    """Numbers of queries [B, H, Tq], added up at the keys where these stand: [B, H, Tk]."""
+    queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
+    start = call.values["start"]
+    assert isinstance(start, int)
+    if config.packed or (sequences is None and start == 0 and queries == keys):
+        return rows
+    if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
+        return torch.nn.functional.pad(rows, (start, keys - queries - start))
+    index = torch.arange(queries, device=rows.device)
+    if isinstance(sequences, Tensor):
+        _, _, first, count, begin = sequences.long()[..., None].unbind(1)  # [B, 1] each
+        place = first + torch.minimum(begin + index, count - 1).clamp(min=0)
+    else:
+        place = (start + index).clamp(0, keys - 1)[None]
+    row, head, place = torch.broadcast_tensors(
+        torch.arange(config.batch, device=rows.device)[:, None, None],
+        torch.arange(config.heads, device=rows.device)[:, None],
+        place[:, None],
+    )
+    # Not scatter_add: queries beyond all keys share a place, and the order of atomics would show.
+    return rows.new_zeros((config.batch, config.heads, keys)).index_put((row, head, place), rows, accumulate=True)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -239,7 +300,8 @@ def run_decoding(step: Decoding) -> Tensor:
     options = DecodingOptions(step.sequences is not None, splits, precision, chunk)
     # Not the number of keys, which is another one at every step.
     layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
-    key = ("decode", layout, norm_layout, bias.kind, bias.by_row, bias.max_distance, options, q.dtype, q.device)
+    about_bias = (bias.kind, bias.by_row, bias.max_distance, bias.gate_first is not None)
+    key = ("decode", layout, norm_layout, about_bias, options, q.dtype, q.device)
     launch = CACHE.get(key)
     if launch is None:
         kernels = decoding_kernels(q, k, v, out, norms, bias, options)
@@ -253,6 +315,10 @@ def run_decoding(step: Decoding) -> Tensor:
         "SUMS": torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device),
         "SLOPES": bias.slopes,
         "LINE": bias.line,
+        "LEVELS": bias.levels,
+        "GATE_FIRST": bias.gate_first,
+        "stride_level": bias.level_strides[0],
+        "stride_level_head": bias.level_strides[1],
         "NORMS": norms,
         "SEQ": step.sequences,
         "norm_count": norm_count,
