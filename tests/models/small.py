@@ -12,7 +12,7 @@ from trainshort.positions import POSITIONS
 
 EVERY_POSITION = list(POSITIONS)
 # Those that a CUDA graph can step with.
-STEPPING_POSITIONS = [name for name in POSITIONS if name not in ("fox", "kerple")]
+STEPPING_POSITIONS = [name for name in POSITIONS if name != "kerple"]
 VOCABULARY = 61
 FOX_PRO: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "silu", "gated": True, "qk_norm": True, "kv_shift": True, "output_norm": True,

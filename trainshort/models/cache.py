@@ -143,7 +143,7 @@ class KeyValueCache:
         """
         if layer not in self.last:
             with torch.inference_mode(False):
-                self.last[layer] = torch.zeros_like(kv[:, :, :1])
+                self.last[layer] = kv.new_zeros((*kv.shape[:2], 1, kv.shape[3]))
         self.next_last[layer] = kv[:, :, -1:] if kv.shape[2] else self.last[layer]
         return self.last[layer].clone()
 
@@ -155,6 +155,8 @@ class KeyValueCache:
 
     def decay(self, layer: int, log_gates: Tensor) -> DecayBias:
         """The bias of all tokens so far, from the log gates [B, H, T] of the next ones, whose sums are stored."""
+        if self.sequences is not None:
+            return self._decay_stepping(layer, log_gates)
         start, end = self.length, self.length + log_gates.shape[2]
         if self.padding is not None:
             real = torch.arange(start, end, device=log_gates.device) >= self.padding[:, None]
@@ -207,8 +209,6 @@ class KeyValueCache:
 
     def why_not_stepping(self) -> str | None:
         """Why this cache cannot step, in words; None where it can."""
-        if self.sums:
-            return "the kernels for a GPU do not step with forget gates yet"
         bias = self.config.position_on_meta().bias()
         if bias is not None and not bias.has_kernels:
             return f"there are no kernels for a GPU that take a {type(bias).__name__} yet"
@@ -254,6 +254,17 @@ class KeyValueCache:
     def rollback(self, tokens: int = 0) -> None:
         """Take back the last tokens, after a failure."""
         raise TypeError("only a bounded cache can fail, and go back")
+
+    def _decay_stepping(self, layer: int, log_gates: Tensor) -> DecayBias:
+        """The same for one token, at a place that the device knows; behind it the sums mean nothing."""
+        assert self.sequences is not None
+        place = (self.sequences[:1, 2] + self.sequences[:1, 4]).long()  # [1]: the same in every row
+        kept = self.sums[layer], self.firsts[layer]
+        # A first token has none before it: any number will do for its sum.
+        before = [each.index_select(2, (place - 1).clamp_min(0)).where(place > 0, 0) for each in kept]
+        for each, new in zip(kept, running_sums(log_gates, (before[0], before[1]), place), strict=True):
+            each.index_copy_(2, place, new)
+        return DecayBias.from_sums(*kept)
 
     def _attend_stepping(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float

@@ -246,7 +246,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def running_sums(
-    log_gates: Tensor, before: tuple[Tensor, Tensor] | None = None, start: int = 0
+    log_gates: Tensor, before: tuple[Tensor, Tensor] | None = None, start: int | Tensor = 0
 ) -> tuple[Tensor, Tensor]:
     """c of tokens with these log gates, float64 [B, H, T], and the first position that each may see, int32.
 

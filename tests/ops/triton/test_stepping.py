@@ -29,7 +29,7 @@ def steps(model: ts.LanguageModel, cache: ts.KeyValueCache, tokens: Tensor) -> T
 def both(model: ts.LanguageModel, prompt: Tensor, later: Tensor, **first: Any) -> tuple[Tensor, Tensor]:
     """Logits of `later` with a plain cache, and with a stepping one that holds NaN where nothing is written."""
     plain, stepping = model.make_cache(len(prompt)), model.make_cache(len(prompt), prompt.shape[1] + 200)
-    for buffer in (*stepping.keys, *stepping.values):
+    for buffer in (*stepping.keys, *stepping.values, *stepping.sums):
         buffer.fill_(math.nan)
     with torch.no_grad():
         for cache in (plain, stepping):
@@ -70,8 +70,11 @@ def test_grouped_queries(position: str) -> None:
 
 
 def test_every_part_of_attention() -> None:
-    """Norms of heads, gates of outputs, and keys and values shifted by a token."""
-    assert_same_logits(*both(language_model(**FOX_PRO), random_tokens(2, 60), random_tokens(2, 3, seed=1)))
+    """Norms of heads, gates of outputs, keys and values shifted by a token; and from the very first token on."""
+    for position in ("alibi", "fox"):
+        model = language_model(position, num_kv_heads=2, **FOX_PRO)
+        assert_same_logits(*both(model, random_tokens(2, 60), random_tokens(2, 3, seed=1)))
+        assert_same_logits(*both(model, random_tokens(2, 0), random_tokens(2, 3, seed=1)))
 
 
 def test_windows_are_found_on_the_device() -> None:
