@@ -42,6 +42,10 @@ KINDS: dict[str, dict] = {
     ),
     "bf16_128_no_bias_start_by_row": kind(torch.bfloat16, 128, bias="none", ragged="start_by_row"),
     "bf16_32_start": kind(torch.bfloat16, 32, heads=2, ragged="start"),
+    "bf16_64_gates_grouped": kind(torch.bfloat16, 64, heads=4, kv_heads=2, bias="gates"),
+    "fp16_128_gates_symmetric_padded": kind(torch.float16, 128, bias="gates", causal=False, ragged="padded"),
+    "bf16_64_gates_packed": kind(torch.bfloat16, 64, batch=1, bias="gates", ragged="packed"),
+    "fp32_64_times": kind(torch.float32, 64, heads=2, bias="times"),
 }
 
 

@@ -157,8 +157,9 @@ def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
 
     q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 5000, 128, dtype=dtype)
     about = {"causal": True, "scale": 0.1, "tolerance": DEFAULT_TOLERANCE[dtype], "key_norms": torch.ones(2, 2)}
-    run.decode(Problem(q=q, k=k, v=k, bias=linear(4), **about))
-    assert len(compiled) == 2
+    for bias in (linear(4), DecayBias(torch.zeros(1, 4, 5000))):
+        run.decode(Problem(q=q, k=k, v=k, bias=bias, **about))
+    assert len(compiled) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -185,10 +186,11 @@ def test_a_step_of_a_cache(compiled: list[Any], dtype: torch.dtype) -> None:
     stored = Stored(*(torch.zeros(2, 2, 5000, 128, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40))
     sequences = torch.zeros(2, 5, dtype=torch.int32)
     run.append(k, k, stored, sequences=sequences)
-    for bias in (KernelBias(NO_BIAS), linear(4).for_kernels(2), bucket(4).for_kernels(2)):
+    kept = DecayBias(torch.zeros(2, 4, 5000))
+    for bias in (KernelBias(NO_BIAS), *(each.for_kernels(2) for each in (linear(4), bucket(4), kept))):
         run.step(q, stored, sequences, bias, 0.1)
     run.rotate(q, k, torch.zeros(2, 1, dtype=torch.int64), torch.ones(64))
-    assert len(compiled) == 8
+    assert len(compiled) == 10
     assert ".approx" not in "".join(line for line in compiled[-1].asm["ptx"].splitlines() if "sin" in line)
 
 

@@ -300,8 +300,9 @@ def not_finite() -> None:
     for value in (math.nan, math.inf, 3e20):
         case = random_case(batch=1, heads=1, queries=330, dim=16, slopes=torch.tensor([0.5]), tolerance=2.0**-7)
         case.k[0, 0, 10, 3] = value
-        kept = kept_by_both(case)[0]
-        assert bool((kept | ~case.seen).all()), "a key that is not finite was not visited"
+        for given in (case, as_gates(case)):
+            kept = kept_by_both(given)[0]
+            assert bool((kept | ~given.seen).all()), "a key that is not finite was not visited"
 
 
 CHECKS: dict[str, Callable[[], None]] = {}

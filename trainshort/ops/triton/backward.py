@@ -30,7 +30,6 @@ from trainshort.ops.triton.tiles import (
     among_keys,
     full_bias,
     key_term,
-    levels_of,
     load_rows,
     place,
     position,
@@ -161,9 +160,13 @@ def query_kernel(
         LINE += h * (2 * max_distance + 1)
     if BIAS == DECAY:
         level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
-        LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
-            LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
-        )
+        LEVELS += level_at
+        if not CAUSAL:
+            AHEAD += level_at
+        if GATES:
+            GATE_FIRST += level_at
+        if GATES and not CAUSAL:
+            AHEAD_END += level_at
     unit0 = (b * H + h) * stride_window
     if PACKED:
         unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (tile * BM // ROWS)))
@@ -378,9 +381,13 @@ def key_kernel(
         anchor, own_term, anchor_ahead, own_term_ahead = 0.0, 0.0, 0.0, 0.0
         if BIAS == DECAY:
             level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
-            levels, ahead, gate_first, ahead_end = levels_of(
-                LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
-            )
+            levels += level_at
+            if not CAUSAL:
+                ahead += level_at
+            if GATES:
+                gate_first += level_at
+            if GATES and not CAUSAL:
+                ahead_end += level_at
             anchor = tl.load(levels + key_last)
             own_term = key_term(levels, ahead, j, nk, anchor, PAST)
             if not CAUSAL:

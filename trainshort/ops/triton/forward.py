@@ -36,7 +36,6 @@ from trainshort.ops.triton.tiles import (
     among_keys,
     full_bias,
     key_term,
-    levels_of,
     load_rows,
     place,
     position,
@@ -182,16 +181,15 @@ def forward_kernel(
         mp, mf = past_slope * 1.4426950408889634, future_slope * 1.4426950408889634
     if BIAS == BUCKET:
         LINE += h * (2 * max_distance + 1)
-    if BIAS == DECAY:
-        LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
-            LEVELS,
-            AHEAD,
-            GATE_FIRST,
-            AHEAD_END,
-            b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0,
-            CAUSAL,
-            GATES,
-        )
+    if BIAS == DECAY:  # of this head, from the first key of the sequence on
+        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
+        LEVELS += level_at
+        if not CAUSAL:
+            AHEAD += level_at
+        if GATES:
+            GATE_FIRST += level_at
+        if GATES and not CAUSAL:
+            AHEAD_END += level_at
     r = row + tl.arange(0, BM)
     p = position(start, r, nk, max_distance, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)

@@ -164,19 +164,6 @@ def some_sees(j, start, nq, nk, sees):
 
 
 @triton.jit
-def levels_of(LEVELS, AHEAD, GATE_FIRST, AHEAD_END, at, CAUSAL: tl.constexpr, GATES: tl.constexpr):
-    """What a DecayBias has of a sequence of a head, which begins `at` so many numbers."""
-    LEVELS += at
-    if not CAUSAL:
-        AHEAD += at
-    if GATES:
-        GATE_FIRST += at
-        if not CAUSAL:
-            AHEAD_END += at
-    return LEVELS, AHEAD, GATE_FIRST, AHEAD_END
-
-
-@triton.jit
 def among_keys(p, nk):
     """Positions p, those beyond all nk keys put on the nearest: there a query takes its c and its borders."""
     return tl.maximum(tl.minimum(p, nk - 1), 0)

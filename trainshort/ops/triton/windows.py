@@ -93,7 +93,8 @@ def _weigh_units(LEVELS, n, inside, keys, nearest, x, nk):
     level = _units(tl.load(LEVELS + keys, mask=keys < nk, other=0.0))
     away = tl.abs(level - tl.load(LEVELS + nearest)[:, None]).to(tl.float32)
     # Each product and difference is rounded to 2^-24 of itself.
-    weighed = x * tl.where(n < 1e30, n, float("inf")) * (1.0 + ROUNDING) - away * (1.0 - ROUNDING)
+    longest = tl.where(n < 1e30, x * n * (1.0 + ROUNDING), float("inf"))  # NaN compares false
+    weighed = longest - away * (1.0 - ROUNDING)
     return _log_sum(-away, inside), _log_sum(weighed, inside)
 
 
