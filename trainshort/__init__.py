@@ -11,6 +11,7 @@ _HOMES = {
     "LinearBias": "trainshort.ops",
     "BucketBias": "trainshort.ops",
     "DecayBias": "trainshort.ops",
+    "KerpleBias": "trainshort.ops",
     "alibi_attention": "trainshort.ops",
     "alibi_slopes": "trainshort.ops",
     "attention": "trainshort.ops",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from trainshort.models import save as save
     from trainshort.ops import BucketBias as BucketBias
     from trainshort.ops import DecayBias as DecayBias
+    from trainshort.ops import KerpleBias as KerpleBias
     from trainshort.ops import LinearBias as LinearBias
     from trainshort.ops import alibi_attention as alibi_attention
     from trainshort.ops import alibi_slopes as alibi_slopes

@@ -53,7 +53,7 @@ def test_reach_grows_as_slopes_fall_and_ends_at_the_text() -> None:
         assert all(near <= far <= LENGTH for near, far in zip(reach, farthest, strict=True))
 
 
-@pytest.mark.parametrize("position", ["sinusoidal", "t5", "rotary", "none"])
+@pytest.mark.parametrize("position", ["sinusoidal", "t5", "rotary", "none", "kerple"])
 def test_other_methods_skip_nothing_and_say_nothing(position: str) -> None:
     assert kept_keys(model(position), sample(), chunk=512) is None
     (record,) = evaluate(model(position), text(200), EvaluateConfig(lengths=(100,)))
@@ -63,4 +63,17 @@ def test_other_methods_skip_nothing_and_say_nothing(position: str) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     network = model()
     kept_keys(network, sample(), chunk=512)
-    assert "rotate" not in network.position.__dict__
+    assert all("attend" not in block.attention.__dict__ for block in network.trunk.blocks)
+
+
+@pytest.mark.parametrize("chunk", [2048, 256])
+def test_gates_are_those_of_each_layer(chunk: int) -> None:
+    """Of three layers, the gates of the second are nearly shut, and those of the others open."""
+    network = model("fox", d_model=32, num_layers=3, size=2.0)
+    with torch.no_grad():
+        for layer, bias in enumerate((9.0, -4.0, 9.0)):
+            network.trunk.blocks[layer].attention.gates.logits.bias.fill_(bias)
+    found = kept_keys(network, sample(), chunk=chunk)
+    assert found is not None
+    assert found["kept"][0] == found["kept"][2] == [1.0] * 4
+    assert max(found["kept"][1]) < 0.5

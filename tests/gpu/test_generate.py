@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.small import EVERY_POSITION, language_model, left_padded, random_tokens
+from tests.models.small import STEPPING_POSITIONS, language_model, left_padded, random_tokens
 from trainshort.models import generate as module
 from trainshort.models import stepping
 from trainshort.positions import POSITIONS, Position
@@ -35,14 +35,14 @@ def both(model: ts.LanguageModel, prompt: Tensor, **options: Any) -> tuple[Tenso
     return with_graph, model.generate(prompt, cuda_graph=False, **options)
 
 
-@pytest.mark.parametrize("position", EVERY_POSITION)
+@pytest.mark.parametrize("position", STEPPING_POSITIONS)
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_are_those_of_eager_calls(position: str, options: dict[str, Any]) -> None:
     found, expected = both(model_of(position), random_tokens(2, 300).cuda(), max_new_tokens=40, **options)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("position", EVERY_POSITION)
+@pytest.mark.parametrize("position", STEPPING_POSITIONS)
 def test_tokens_are_those_of_the_cpu(position: str) -> None:
     model, prompt = language_model(position), random_tokens(2, 300)
     expected = model.generate(prompt, max_new_tokens=30, temperature=0.0)
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_cpu(position: str) -> None:
     assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("position", EVERY_POSITION)
+@pytest.mark.parametrize("position", STEPPING_POSITIONS)
 def test_left_padded_rows(position: str) -> None:
     rows = [random_tokens(1, length, seed=length)[0] for length in (300, 131, 1)]
     prompt, mask = (tensor.cuda() for tensor in left_padded(rows, filler=5))

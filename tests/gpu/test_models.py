@@ -11,12 +11,16 @@ from torch import Tensor
 import trainshort as ts
 
 FACTOR = 4.0  # times what float32 on the CPU is away from float64, and the last three bits of a number
-WHERE = ["alibi", "rotary", "t5"]
+WHERE = ["alibi", "rotary", "t5", "fox", "fox pro", "kerple"]
+PRO = {"qk_norm": True, "kv_shift": True, "output_norm": True, "output_gate": True}
 
 
-def model_of(position: str) -> ts.LanguageModel:
+def model_of(name: str) -> ts.LanguageModel:
     torch.manual_seed(1)
-    config = ts.ModelConfig(vocab_size=101, d_model=128, num_layers=2, num_heads=4, position=position)
+    position, _, pro = name.partition(" ")
+    options = {"gate_bias": 3.0} if position == "fox" else {}
+    fields = {"position": position, "position_options": options} | (PRO if pro else {})
+    config = ts.ModelConfig(vocab_size=101, d_model=128, num_layers=2, num_heads=4, **fields)  # type: ignore[arg-type]
     return ts.LanguageModel(config)
 
 
@@ -62,6 +66,7 @@ def test_training_step_in_bfloat16(position: str) -> None:
         assert float(error) <= FACTOR * float(loss), f"{name}: {float(error / loss)} times what the CPU loses"
 
 
+@pytest.mark.filterwarnings("ignore:generate runs without CUDA graphs:UserWarning")  # for kerple
 @pytest.mark.parametrize("position", WHERE)
 def test_generation(position: str) -> None:
     """Greedy, from rows of unlike lengths padded on the left: token by token what the CPU gives."""
@@ -90,3 +95,26 @@ def test_packed_documents() -> None:
         on_gpu = copy.deepcopy(model).cuda()(tokens.cuda(), cu_seqlens=borders.cuda()).double().cpu()
     loss = (on_cpu - truth).norm() + 2.0**-20 * truth.norm()
     assert float((on_gpu - truth).norm()) <= FACTOR * float(loss)
+
+
+def test_generation_says_why_it_has_no_graph() -> None:
+    tokens = torch.zeros(1, 5, dtype=torch.int64).cuda()
+    with pytest.raises(RuntimeError, match=r"cannot use CUDA graphs: .*KerpleBias"):
+        model_of("kerple").cuda().generate(tokens, max_new_tokens=3, cuda_graph=True)
+
+
+def test_heads_without_a_slope_are_those_of_the_cpu() -> None:
+    """With windows of the kernels for the others, whole and a token at a time."""
+    options = {"slopes": [0.0, 0.9, 0.0, 0.3]}
+    torch.manual_seed(1)
+    model = ts.LanguageModel(
+        ts.ModelConfig(vocab_size=101, d_model=128, num_heads=4, position_options=options)
+    ).eval()
+    tokens = torch.randint(101, (1, 1500), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens)
+        model = model.cuda()
+        cache = model.make_cache(1)
+        parts = [model(part, cache=cache) for part in tokens.cuda().split([1400, 98, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1).cpu(), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -44,6 +44,12 @@ def t5_bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -
     return offset + min(buckets - 1, exact + int(place + 1e-9))
 
 
+def stretched_by(config: ts.ModelConfig, length: int) -> float:
+    """The factor of options for texts longer than those of the training."""
+    options = config.position_options
+    return options.get("factor") or max(1.0, length / options["trained_length"])
+
+
 def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: int, start: int = 0) -> Tensor:
     """What is added to the scores: [H, Tq, Tk]. Distances are key - query; -inf where a head does not look."""
     distance = torch.arange(keys)[None, :] - (start + torch.arange(queries))[:, None]
@@ -54,13 +60,26 @@ def position_bias(config: ts.ModelConfig, weights: Weights, queries: int, keys: 
         if options.get("trainable"):
             slopes = weights["position.log_slopes"].exp()
         else:
-            given = options.get("slopes") or paper_slopes(config.num_heads)
+            biased = options.get("biased_heads", config.num_heads)
+            given = options.get("slopes") or paper_slopes(biased) + [0.0] * (config.num_heads - biased)
             slopes = torch.tensor(given, dtype=dtype) * options.get("scale", 1.0)
+        if options.get("scaling") == "linear":
+            slopes = slopes / stretched_by(config, max(start + queries, keys))
+        elif options.get("scaling") == "ntk":  # for a number of heads whose slopes fall from head to head
+            factor, last = stretched_by(config, max(start + queries, keys)), max(int((slopes > 0).sum()) - 1, 1)
+            slopes = slopes / factor ** (torch.arange(config.num_heads) / last)
         bias = bias - slopes[:, None, None] * distance.abs()
         if options.get("one_sided"):
             past = (config.num_heads + 1) // 2
             bias[:past] = bias[:past].masked_fill(distance > 0, -math.inf)
             bias[past:] = bias[past:].masked_fill(distance < 0, -math.inf)
+    elif config.position == "kerple":
+        a, p = (weights[f"position.{name}"].to(dtype)[:, None, None] for name in ("a", "p"))
+        steps = distance.abs().to(dtype)
+        if options.get("kind") == "power":
+            bias = bias - a * torch.exp(p * steps.clamp_min(1.0).log()) * (steps > 0)
+        else:
+            bias = bias - p * torch.log(1.0 + a * steps)
     elif config.position == "t5":
         buckets, furthest = options.get("buckets", 32), options.get("max_distance", 128)
         every = {int(d): t5_bucket(int(d), buckets, furthest, not config.causal) for d in distance.unique()}
@@ -83,10 +102,24 @@ def embedded(config: ts.ModelConfig, weights: Weights, x: Tensor, positions: Ten
 
 def turned(config: ts.ModelConfig, x: Tensor, positions: Tensor) -> Tensor:
     """Rotary: as complex numbers. x: [B, heads, T, D]."""
-    if config.position != "rotary":
+    options = config.position_options
+    if config.position != "rotary" and not options.get("rotary"):
         return x
-    half = x.shape[-1] // 2
-    angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    base = options.get("base", 10000.0) if config.position == "rotary" else options.get("rotary_base", 500000.0)
+    half, size = x.shape[-1] // 2, 1.0
+    scaling = options.get("scaling") if config.position == "rotary" else None
+    factor = stretched_by(config, x.shape[2]) if scaling else 1.0
+    if scaling == "ntk":
+        base = base * factor ** (2 * half / (2 * half - 2))
+    frequencies = base ** (-torch.arange(half, dtype=x.dtype) / half)
+    if scaling == "yarn":
+        size = 0.1 * math.log(factor) + 1.0
+        turns = options["trained_length"] / (2 * math.pi / frequencies)  # wavelengths in the trained length
+        for i in range(half):
+            kept = min(max((float(turns[i]) - 1.0) / (32.0 - 1.0), 0.0), 1.0)
+            frequencies[i] = kept * frequencies[i] + (1.0 - kept) * frequencies[i] / factor
+    angles = positions[:, None, :, None] * frequencies
+    x = x * size
     numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((numbers.real, numbers.imag), dim=-1)
 
@@ -131,19 +164,65 @@ def feed_forward(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor)
     return linear(weights, f"{name}.down", inner)
 
 
+def forgotten(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """The bias of forget gates, pair by pair: the sum of log f over the tokens between. [B, H, T, T]."""
+    log_f = -torch.log1p(torch.exp(-linear(weights, f"{name}.gates.logits", x))).transpose(1, 2)
+    length = x.shape[1]
+    index = torch.arange(length)
+    query, key, between = index[:, None, None], index[None, :, None], index[None, None, :]
+    past = ((between > key) & (between <= query)).to(x.dtype)
+    bias = torch.einsum("bht,qkt->bhqk", log_f[:, : config.num_heads], past)
+    if not config.causal:
+        future = ((between > query) & (between <= key)).to(x.dtype)
+        bias = bias + torch.einsum("bht,qkt->bhqk", log_f[:, config.num_heads :], future)
+    return bias
+
+
+def shifted(shares: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """Mixed with the token before. shares: [B, T, heads]; x: [B, heads, T, D]."""
+    out = []
+    for t in range(x.shape[2]):
+        share = shares[:, t, :, None]
+        before = x[:, :, t - 1] if t else torch.zeros_like(x[:, :, 0])
+        before = before * (positions[:, t] > 0).to(x.dtype)[:, None, None]
+        out.append(share * before + (1 - share) * x[:, :, t])
+    return torch.stack(out, dim=2)
+
+
+def head_normed(config: ts.ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
+    """x: [B, heads, T, D]; weight: [heads, D]."""
+    return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight[:, None]
+
+
 def self_attention(
     config: ts.ModelConfig, weights: Weights, name: str, x: Tensor, positions: Tensor, bias: Tensor
 ) -> Tensor:
     batch, length, _ = x.shape
+    normed_input = x
     x = linear(weights, f"{name}.qkv", x)
     if config.clip_qkv is not None:
         x = x.clamp(-config.clip_qkv, config.clip_qkv)
     x = x.view(batch, length, -1, config.width).transpose(1, 2)
     queries, keys = config.num_heads, config.num_heads + config.kv_heads
-    q, k = (turned(config, part, positions) for part in (x[:, :queries], x[:, queries:keys]))
+    q, k, v = x[:, :queries], x[:, queries:keys], x[:, keys:]
+    if config.kv_shift:
+        shares = 1 / (1 + torch.exp(-linear(weights, f"{name}.shift.shares", normed_input)))
+        k = shifted(shares[..., : config.kv_heads], k, positions)
+        v = shifted(shares[..., config.kv_heads :], v, positions)
+    if config.qk_norm:
+        q = head_normed(config, weights[f"{name}.query_norm.weight"], q)
+        k = head_normed(config, weights[f"{name}.key_norm.weight"], k)
+    q, k = (turned(config, part, positions) for part in (q, k))
+    if f"{name}.gates.logits.weight" in weights:
+        bias = bias + forgotten(config, weights, name, normed_input)
     scale = config.width**-0.5 if config.attention_scale is None else config.attention_scale
-    out = softmax_attention(q, k, x[:, keys:], bias, scale)
-    return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(batch, length, -1))
+    out = softmax_attention(q, k, v, bias, scale)
+    if config.output_norm:
+        out = head_normed(config, weights[f"{name}.output_norm.weight"], out)
+    out = out.transpose(1, 2).reshape(batch, length, -1)
+    if config.output_gate:
+        out = out / (1 + torch.exp(-linear(weights, f"{name}.output_gate", normed_input)))
+    return linear(weights, f"{name}.out", out)
 
 
 def hidden_states(

@@ -11,7 +11,13 @@ import trainshort as ts
 from trainshort.positions import POSITIONS
 
 EVERY_POSITION = list(POSITIONS)
+# Those that a CUDA graph can step with.
+STEPPING_POSITIONS = [name for name in POSITIONS if name != "kerple"]
 VOCABULARY = 61
+FOX_PRO: dict[str, Any] = {
+    "norm": "rmsnorm", "activation": "silu", "gated": True, "qk_norm": True, "kv_shift": True, "output_norm": True,
+    "output_gate": True,
+}  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,6 +49,10 @@ def lively(model: Model, seed: int = 0) -> Model:
                 parameter.copy_(1.0 + 0.2 * noise)
             elif "log_slopes" in name:
                 parameter.add_(0.3 * noise)
+            elif "gates" in name and parameter.dim() == 1:
+                parameter.copy_(4.0 + noise)  # open enough that far tokens matter
+            elif name.split(".")[-1] in ("a", "p"):  # of kerple, which are positive
+                parameter.copy_(noise.abs() + 0.1)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embedding" in name or "token_types" in name or name.endswith("table"):

@@ -503,7 +503,7 @@ def test_long_queries_before_anything_is_evicted_need_no_certificate() -> None:
 def test_slopes_without_a_certificate_are_refused(slope: float) -> None:
     text = Given(10)
     text.slopes[1] = slope
-    with pytest.raises(ValueError, match="slopes must be positive"):
+    with pytest.raises(ValueError, match=r"slopes must be positive|head of slope 0"):
         text.attend(text.cache(tolerance=1e-3), [10])
 
 

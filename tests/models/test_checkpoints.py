@@ -362,3 +362,15 @@ def test_saved_files_are_readable_to_others(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.touch()
     assert {(tmp_path / name).stat().st_mode for name in FILES} == {probe.stat().st_mode}
+
+
+def test_options_of_the_position_method_may_be_others(tmp_path: Path) -> None:
+    """A model that was trained on short texts, for longer ones."""
+    model, tokens = language_model(position_options={"scale": 0.5}), random_tokens(1, 50)
+    ts.save(model, tmp_path)
+    stretched = ts.load(tmp_path, position_options={"scaling": "linear", "factor": 4.0})
+    assert stretched.config.position_options == {"scale": 0.5, "scaling": "linear", "factor": 4.0}
+    expected = ts.load(tmp_path, position_options={"scale": 0.125})
+    torch.testing.assert_close(stretched(tokens), expected(tokens))
+    with pytest.raises(ValueError, match="scaling must be one of"):
+        ts.load(tmp_path, position_options={"scaling": "cubic", "factor": 4.0})

@@ -7,18 +7,22 @@ import torch
 
 import trainshort as ts
 from tests.models.small import language_model, random_tokens
-from trainshort.models.kept import queries_and_keys, share_of_keys
+from trainshort.models.kept import attended, share_of_keys
 
 
 @torch.no_grad()
-def test_it_is_the_share_of_blocks_that_windows_visit() -> None:
-    model, tokens = language_model(num_layers=2), random_tokens(1, 1500)
-    with queries_and_keys(model) as seen:
+@pytest.mark.parametrize("position", ["alibi", "fox"])
+def test_it_is_the_share_of_blocks_that_windows_visit(position: str) -> None:
+    model, tokens = language_model(position, num_layers=2), random_tokens(1, 1500)
+    if position == "fox":
+        for block in model.trunk.blocks:
+            block.attention.gates.logits.bias.fill_(2.0)
+    with attended(model) as seen:
         model(tokens)
     assert len(seen) == 2
     visited = visible = 0
-    for q, k in seen:
-        for window in ts.certified_windows(q, k, scale=model.config.score_scale)[0].flatten(0, 1).tolist():
+    for q, k, bias in seen:
+        for window in ts.certified_windows(q, k, bias=bias, scale=model.config.score_scale)[0].flatten(0, 1).tolist():
             visited += window[1] - window[0]
         visible += model.config.num_heads * sum(range(1, 13))
     found = share_of_keys(model, tokens)
@@ -34,8 +38,8 @@ def test_it_falls_as_slopes_rise() -> None:
     assert shares[2] < shares[1]
 
 
-@pytest.mark.parametrize("position", ["rotary", "t5", "none", "sinusoidal"])
+@pytest.mark.parametrize("position", ["rotary", "t5", "none", "sinusoidal", "kerple"])
 def test_other_methods_skip_nothing_and_say_nothing(position: str) -> None:
     model = language_model(position)
     assert share_of_keys(model, random_tokens(1, 50)) is None
-    assert "rotate" not in model.position.__dict__
+    assert all("attend" not in block.attention.__dict__ for block in model.trunk.blocks)

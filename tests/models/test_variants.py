@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import trainshort as ts
 from tests.models import dense
-from tests.models.small import EVERY_POSITION, encoder, language_model, random_tokens, small_config
+from tests.models.small import EVERY_POSITION, FOX_PRO, encoder, language_model, random_tokens, small_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -37,6 +37,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 12},
     "grouped_wide": {"num_kv_heads": 2, "head_dim": 12, "qkv_bias": True},
     "scaled": {"attention_scale": 0.1},
+    "qk_norm": {"qk_norm": True, "num_kv_heads": 2},
+    "kv_shift": {"kv_shift": True, "num_kv_heads": 2},
+    "output_norm": {"output_norm": True, "head_dim": 12},
+    "output_gate": {"output_gate": True, "head_dim": 12},
+    "all_of_attention": {
+        "qk_norm": True,
+        "kv_shift": True,
+        "output_norm": True,
+        "output_gate": True,
+        "clip_qkv": 1.0,
+    },
     "token_types": {"token_types": 2},
     "three_heads": {"num_heads": 3, "d_model": 30},
     "one_layer": {"num_layers": 1},
@@ -53,6 +64,15 @@ ALIBI: dict[str, dict[str, Any]] = {
     "trainable": {"trainable": True},
     "scaled": {"scale": 0.35},
     "local": {"slopes": [0.7, 0.3, 0.1, 0.02]},
+    "without_slopes": {"slopes": [0.7, 0.0, 0.1, 0.0]},
+    "biased_heads": {"biased_heads": 2},
+    "linear": {"scaling": "linear", "factor": 3.0},
+    "linear_by_length": {"scaling": "linear", "trained_length": 64},
+    "linear_trained_longer": {"scaling": "linear", "trained_length": 640},
+    "ntk": {"scaling": "ntk", "factor": 8.0, "scale": 2.0},
+    "ntk_by_length": {"scaling": "ntk", "trained_length": 30, "trainable": False},
+    "ntk_of_two_heads": {"scaling": "ntk", "factor": 8.0, "biased_heads": 2},
+    "rotary": {"rotary": True, "rotary_base": 100.0, "scaling": "linear", "factor": 2.0},
 }
 
 
@@ -126,6 +146,50 @@ def test_options_of_alibi(name: str) -> None:
 def test_one_sided_alibi(trainable: bool) -> None:
     model = encoder(dtype=torch.float64, position_options={"one_sided": True, "trainable": trainable})
     assert_same_as_dense(model, 1e-6)  # slopes are float32
+
+
+@pytest.mark.parametrize("kind", [language_model, encoder])
+@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"rotary": True, "rotary_base": 100.0}], ids=str)
+def test_fox_pro(options: dict[str, Any], kind) -> None:
+    """The published block, with a gate, and with rotary positions besides."""
+    assert_same_as_dense(kind("fox", dtype=torch.float64, position_options=options, **FOX_PRO), 1e-9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_fox_pro(side: str) -> None:
+    model = language_model("fox", dtype=torch.float64, **FOX_PRO)
+    tokens = random_tokens(3, 60)
+    count = torch.tensor([60, 31, 2])[:, None]
+    real = torch.arange(60) >= 60 - count if side == "left" else torch.arange(60) < count
+    with torch.no_grad():
+        states = model.trunk(tokens, key_padding_mask=real)
+        expected = dense.hidden_states(model.config, dense.weights_of(model), tokens, real=real)
+    torch.testing.assert_close(states[real], expected[real], rtol=0.0, atol=1e-9)
+
+
+def test_trainable_slopes_are_stretched_too() -> None:
+    options = {"trainable": True, "scaling": "linear", "factor": 4.0}
+    assert_same_as_dense(language_model(dtype=torch.float64, position_options=options), 1e-6)  # slopes are float32
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "ntk": {"scaling": "ntk", "factor": 4.0},
+    "ntk_by_length": {"scaling": "ntk", "trained_length": 40},
+    "ntk_trained_longer": {"scaling": "ntk", "trained_length": 640},
+    "yarn": {"scaling": "yarn", "factor": 4.0, "trained_length": 100, "base": 50.0},
+    "yarn_by_length": {"scaling": "yarn", "trained_length": 100},
+}
+
+
+@pytest.mark.parametrize("kind", [language_model, encoder])
+@pytest.mark.parametrize("name", ROTARY)
+def test_options_of_rotary(name: str, kind) -> None:
+    assert_same_as_dense(kind("rotary", dtype=torch.float64, position_options=ROTARY[name]), 1e-9)
+
+
+@pytest.mark.parametrize("kind", [language_model, encoder])
+def test_options_of_kerple(kind) -> None:
+    assert_same_as_dense(kind("kerple", dtype=torch.float64, position_options={"kind": "power"}), 1e-9)
 
 
 def test_options_of_t5() -> None:

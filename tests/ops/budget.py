@@ -105,7 +105,24 @@ def magnitudes(case: Case, keep: Tensor | None) -> Results:
         by_bucket = dscores.new_zeros((*dscores.shape[:3], case.table.shape[0]))  # [B, H, Tq, buckets]
         by_bucket.scatter_add_(3, bucket[:, None].expand_as(dscores), dscores)
         terms["table"] = by_bucket.movedim(1, 0).flatten(1, 2).norm(dim=1).T
+    if case.strengths is not None:
+        terms |= _kerple_terms(case, dscores, distance.abs().double())
     return terms
+
+
+def _kerple_terms(case: Case, dscores: Tensor, steps: Tensor) -> Results:
+    """dscores times the derivatives of the bias: dscores [B, H, Tq, Tk]."""
+    assert case.strengths is not None
+    assert case.exponents is not None
+    a, p = (numbers.double()[:, None, None] for numbers in (case.strengths, case.exponents))
+    if case.logarithmic:
+        by_strength, by_exponent = p * steps / (1.0 + a * steps), torch.log(1.0 + a * steps)
+    else:
+        by_strength, by_exponent = steps**p, a * steps**p * steps.clamp_min(1.0).log()
+    return {
+        "strengths": _over_rows(dscores * by_strength, case.strengths),
+        "exponents": _over_rows(dscores * by_exponent, case.exponents),
+    }
 
 
 def skipping_costs(case: Case) -> Results:

@@ -38,7 +38,8 @@ def random_case(
     bias: str = "linear",
     **features,
 ) -> Case:
-    """Normal q, k and v. bias: "linear" or "times" (the paper's slopes unless given), "gates", "bucket" or "none"."""
+    """Normal q, k and v. bias: "linear" or "times" (the paper's slopes unless given), "gates", "bucket", "kerple" or
+    "none"."""
     generator = torch.Generator().manual_seed(seed)
     keys = queries if keys is None else keys
     kv_heads = heads if kv_heads is None else kv_heads
@@ -59,6 +60,9 @@ def random_case(
     elif bias == "bucket":
         buckets = features.pop("num_buckets", 32)
         features["table"] = torch.randn((buckets, heads), generator=generator)
+    elif bias == "kerple":
+        features["strengths"] = 0.05 + torch.rand(heads, generator=generator)
+        features["exponents"] = 0.2 + torch.rand(heads, generator=generator)
     return Case(q=q, k=k, v=v, **features)
 
 

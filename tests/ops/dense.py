@@ -22,7 +22,7 @@ import trainshort as ts
 from trainshort.ops import attention
 
 Results = dict[str, Tensor]  # "out", and the gradient of each of LEAVES that is there
-LEAVES = ("q", "k", "v", "slopes", "future", "table", "log_gates", "future_gates")
+LEAVES = ("q", "k", "v", "slopes", "future", "table", "log_gates", "future_gates", "strengths", "exponents")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +40,9 @@ class Case:
     log_gates: Tensor | None = None  # [B or 1, H, Tk]
     future_gates: Tensor | None = None  # [B or 1, H, Tk]
     times: Tensor | None = None  # [Tk] or [B, Tk], with slopes
+    strengths: Tensor | None = None  # [H], with exponents [H]
+    exponents: Tensor | None = None
+    logarithmic: bool = True
     causal: bool = True
     scale: float | None = None
     tolerance: float | None = None
@@ -54,7 +57,7 @@ class Case:
         return in_sight(self)
 
     @property
-    def bias(self) -> ts.LinearBias | ts.BucketBias | ts.DecayBias | None:
+    def bias(self) -> ts.LinearBias | ts.BucketBias | ts.DecayBias | ts.KerpleBias | None:
         if self.log_gates is not None:
             return ts.DecayBias(self.log_gates, self.future_gates)
         if self.slopes is not None and self.times is not None:
@@ -63,6 +66,8 @@ class Case:
             return ts.LinearBias(self.slopes, future=self.future, offset=self.offset, sees=self.sees)
         if self.table is not None:
             return ts.BucketBias(self.table, self.max_distance, self.bidirectional)
+        if self.strengths is not None and self.exponents is not None:
+            return ts.KerpleBias(self.strengths, self.exponents, self.logarithmic)
         return None
 
     @property
@@ -254,6 +259,10 @@ def bias_of(case: Case, dtype: torch.dtype) -> Tensor | float:
     if case.table is not None:
         bucket = t5_bucket(distance[:, 0], case.table.shape[0], case.max_distance, case.bidirectional)
         return case.table.to(dtype)[bucket].movedim(-1, 1)
+    if case.strengths is not None and case.exponents is not None:
+        a, p = (numbers.to(dtype)[:, None, None] for numbers in (case.strengths, case.exponents))
+        steps = distance.abs().to(dtype)
+        return -p * torch.log(1.0 + a * steps) if case.logarithmic else -a * torch.pow(steps, p)
     return 0.0
 
 

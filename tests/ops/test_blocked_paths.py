@@ -102,5 +102,7 @@ def test_a_bias_that_operators_do_not_know_is_refused() -> None:
         pass
 
     q, k, v = tensors(1, 4, 30, 16)
-    with pytest.raises(TypeError, match=r"bias must be a LinearBias, a BucketBias, a DecayBias or None, got Other"):
+    with pytest.raises(
+        TypeError, match=r"bias must be a LinearBias, a BucketBias, a DecayBias, a KerpleBias or None, got Other"
+    ):
         ts.attention(q, k, v, bias=Other())

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import trainshort as ts
 from tests.ops.budget import error_budget, excess
 from tests.ops.cases import left_padding, random_case
 from tests.ops.dense import Case, exact
@@ -215,3 +216,20 @@ def test_the_mode_sees_quadratic_memory() -> None:
         reference.attend(problem_of(case))
     with pytest.raises(AssertionError, match="elements"), nothing_quadratic(512):
         case.run("reference")
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms_by_block"])
+def test_a_head_without_a_slope_visits_everything(causal: bool, norms: bool) -> None:
+    """Even where all far keys are nothing beside the near ones; the heads around it skip."""
+    q = torch.zeros(1, 3, 1280, 8)
+    q[..., 0] = 40.0
+    k = torch.zeros(1, 3, 1280, 8)
+    k[:, :, 640:, 0] = 3.0
+    bias = ts.LinearBias(torch.tensor([2.0, 0.0, 2.0]))
+    given = k.unflatten(2, (10, 128)).norm(dim=-1).amax(-1) if norms else None
+    windows = ts.certified_windows(q, k, bias=bias, causal=causal, key_norms=given)[0]
+    visited = windows[..., 1] - windows[..., 0]  # [3, 10]
+    assert visited[1].tolist() == ([*range(1, 11)] if causal else [10] * 10)
+    assert visited[0, -1] < 10
+    assert visited[2, -1] < 10

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import trainshort as ts
+from tests.models.small import language_model, random_tokens
 from trainshort.positions import Shape, build_position
 from trainshort.positions.alibi import LOG_RANGE, Alibi
 
@@ -178,21 +180,99 @@ def test_given_slopes_are_those_heads_of_the_full_model() -> None:
     ("options", "match"),
     [
         ({"slopes": [0.5, 0.25]}, "each of 4 heads, got 2"),
-        ({"slopes": [0.5, 0.25, 0.0, 0.1]}, "must be positive, got 0.0"),
-        ({"slopes": [0.5, 0.25, -0.5, 0.1]}, "must be positive, got -0.5"),
-        ({"slopes": [0.5, 0.25, math.nan, 0.1]}, "slopes must be positive"),
-        ({"slopes": [0.5, 0.25, math.inf, 0.1]}, "slopes must be positive"),
-        ({"slopes": [0.5, 0.25, 1e-60, 0.1]}, "must be positive, got 1e-60 .*float32 holds"),
-        ({"slopes": [0.5, 0.25, 1e60, 0.1]}, r"must be positive, got 1e\+60 .*float32 holds"),
+        ({"slopes": [0.5, 0.25, 0.0, 0.1], "trainable": True}, "heads of slope 0 cannot learn"),
+        ({"biased_heads": 3, "trainable": True}, "heads of slope 0 cannot learn"),
+        ({"biased_heads": 5}, "biased_heads must be at most the 4 heads"),
+        ({"biased_heads": 2, "slopes": [0.5, 0.25, 0.5, 0.1]}, "slopes not be given"),
+        ({"scaling": "cubic"}, "alibi scaling must be one of none, linear, ntk; got 'cubic'"),
+        ({"scaling": "linear"}, "alibi scaling 'linear' needs a factor, or trained_length"),
+        ({"factor": 2.0}, "factor and trained_length belong to a scaling"),
+        ({"scaling": "ntk", "factor": -2.0}, "factor must be positive, got -2.0"),
+        ({"slopes": [0.5, 0.25, -0.5, 0.1]}, "must be 0 or positive, got -0.5"),
+        ({"slopes": [0.5, 0.25, math.nan, 0.1]}, "slopes must be 0 or positive"),
+        ({"slopes": [0.5, 0.25, math.inf, 0.1]}, "slopes must be 0 or positive"),
+        ({"slopes": [0.5, 0.25, 1e-60, 0.1]}, "must be 0 or positive, got 1e-60 .*float32 holds"),
+        ({"slopes": [0.5, 0.25, 1e60, 0.1]}, r"must be 0 or positive, got 1e\+60 .*float32 holds"),
         ({"slopes": [0.5, 0.25, 1e-30, 0.1], "scale": 1e-30}, "got 1e-30 times scale 1e-30"),
-        ({"scale": -1.0}, "must be positive"),
-        ({"scale": 0.0}, "must be positive"),
+        ({"scale": -1.0}, "must be 0 or positive"),
+        ({"scale": 0.0}, "got 0.00390625 times scale 0.0"),
         ({"one_sided": True}, "one_sided is for encoders"),
     ],
 )
 def test_slopes_that_cannot_be_are_refused(options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         alibi(4, **options)
+
+
+# Longer texts than those of the training
+
+
+def stretched(length: int, heads: int = 4, **options: Any) -> list[float]:
+    position = alibi(heads, **options).at_length(length)
+    assert isinstance(position, Alibi)
+    return slopes_of(position).tolist()
+
+
+@pytest.mark.parametrize(("length", "factor"), [(1, 1.0), (100, 1.0), (101, 1.01), (800, 8.0)])
+def test_slopes_by_the_length_of_the_text(length: int, factor: float) -> None:
+    expected = [slope / factor for slope in paper_slopes(4)]
+    assert stretched(length, scaling="linear", trained_length=100) == pytest.approx(expected)
+
+
+def test_the_steepest_head_keeps_its_slope_and_the_gentlest_takes_the_factor() -> None:
+    """Also for six heads, whose slopes do not fall from head to head."""
+    found = stretched(1, heads=6, scaling="ntk", factor=4.0)
+    ordered = sorted(range(6), key=lambda head: -paper_slopes(6)[head])
+    for place, head in enumerate(ordered):
+        assert found[head] == pytest.approx(paper_slopes(6)[head] / 4.0 ** (place / 5))
+
+
+def test_a_method_for_one_length_does_not_change_another() -> None:
+    position = alibi(4, scaling="linear", trained_length=100)
+    longer = position.at_length(400)
+    assert isinstance(longer, Alibi)
+    assert slopes_of(position).tolist() == pytest.approx(paper_slopes(4))
+    assert slopes_of(longer).tolist() == pytest.approx([slope / 4 for slope in paper_slopes(4)])
+    assert position.at_length(100) is position
+
+
+def test_the_length_is_that_of_the_longest_document() -> None:
+    options = {"scaling": "linear", "trained_length": 40}
+    model, tokens = language_model(position_options=options), random_tokens(1, 120)
+    packed = model(tokens, cu_seqlens=torch.tensor([0, 40, 80, 120]))
+    alone = torch.cat([model(part) for part in tokens.split(40, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_as_long_as_the_text_knows_its_length() -> None:
+    model, tokens = (
+        language_model(position_options={"scaling": "linear", "trained_length": 40}),
+        random_tokens(1, 120),
+    )
+    cache = model.make_cache(1, 120)
+    with torch.no_grad():
+        found = torch.cat([model(part, cache=cache) for part in tokens.split([50, 1, 69], dim=1)], dim=1)
+        torch.testing.assert_close(found, model(tokens), rtol=2e-5, atol=2e-4)
+
+
+def test_heads_without_a_slope_in_a_cache() -> None:
+    """Long enough that the others skip keys, a piece and a token at a time."""
+    options = {"slopes": [0.0, 0.9, 0.0, 0.5]}
+    model, tokens = language_model(position_options=options, num_kv_heads=2), random_tokens(1, 1500)
+    cache = model.make_cache(1)
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in tokens.split([1300, 197, 1, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"biased_heads": 2}, "head of slope 0"), ({"scaling": "linear", "trained_length": 9}, "stay as they are")],
+)
+def test_a_bounded_cache_says_what_it_needs(options: dict[str, Any], match: str) -> None:
+    model = language_model(position_options=options)
+    with pytest.raises(ValueError, match=match), torch.no_grad():
+        model(random_tokens(1, 5), cache=model.make_cache(1, bounded=True))
 
 
 # Trainable slopes

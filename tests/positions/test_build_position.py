@@ -12,12 +12,15 @@ import trainshort
 from trainshort.positions import POSITIONS, Position, Shape, build_position
 
 SHAPE = Shape(d_model=16, num_heads=2, head_dim=8, max_length=32)
+SCALING = {"scaling", "factor", "trained_length"}
 OPTIONS = {
-    "alibi": {"slopes", "trainable", "scale", "one_sided"},
+    "alibi": {"slopes", "biased_heads", "trainable", "scale", "one_sided", "rotary", "rotary_base"} | SCALING,
+    "fox": {"gate_bias", "rotary", "rotary_base"},
     "sinusoidal": {"base"},
     "learned": set(),
-    "rotary": {"base"},
+    "rotary": {"base"} | SCALING,
     "t5": {"buckets", "max_distance"},
+    "kerple": {"kind"},
     "none": set(),
 }
 

@@ -1,4 +1,4 @@
-"""No position method: all three hooks leave everything as it is, and only the causal mask tells of order."""
+"""No position method: all hooks leave everything as it is, and only the causal mask tells of order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def test_every_hook_leaves_things_as_they_are() -> None:
         assert turned[0] is q
         assert turned[1] is k
         assert position.bias() is None
+        assert position.gates() is None
+        assert position.at_length(10**6, growing=True) is position
         assert position.max_length is None
         assert position.state_dict() == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainshort.positions import Shape, build_position
+from tests.models.small import language_model, random_tokens
+from trainshort.positions import Position, Shape, build_position
 
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -115,3 +117,78 @@ def test_there_is_nothing_to_learn_and_nothing_to_store() -> None:
 def test_an_odd_head_is_refused() -> None:
     with pytest.raises(ValueError, match=r"even head_dim, got 5"):
         build_position("rotary", Shape(d_model=10, num_heads=2, head_dim=5), {})
+
+
+# Longer texts than those of the training
+
+
+def frequencies(scaling: Position) -> Tensor:
+    """How far each pair of channels turns from one position to the next, read off turned vectors."""
+    half = 8
+    q = torch.zeros(1, 1, 2, 2 * half, dtype=torch.float64)
+    q[..., :half] = 1.0
+    turned, _ = scaling.rotate(q, q, torch.tensor([[0, 1]]))
+    return torch.atan2(turned[0, 0, 1, half:], turned[0, 0, 1, :half])
+
+
+def rotary(**options: Any) -> Position:
+    return build_position("rotary", Shape(d_model=16, num_heads=1, head_dim=16), options)
+
+
+def test_ntk_slows_the_slowest_channel_by_the_factor_and_the_fastest_not_at_all() -> None:
+    ratio = frequencies(rotary(scaling="ntk", factor=4.0)) / frequencies(rotary())
+    assert ratio[0].item() == pytest.approx(1.0)
+    assert ratio[-1].item() == pytest.approx(0.25)
+    assert bool((ratio.diff() < 0).all())
+
+
+def test_yarn_keeps_fast_channels_and_divides_slow_ones() -> None:
+    plain = frequencies(rotary())
+    ratio = frequencies(rotary(scaling="yarn", factor=4.0, trained_length=1000)) / plain
+    turns = 1000 * plain / (2 * math.pi)
+    assert ratio[turns >= 32].tolist() == pytest.approx([1.0] * int((turns >= 32).sum()))
+    assert ratio[turns <= 1].tolist() == pytest.approx([0.25] * int((turns <= 1).sum()))
+    between = (turns > 1) & (turns < 32)
+    assert bool(between.any())
+    assert bool(((ratio > 0.25) & (ratio < 1.0))[between].all())
+
+
+def test_yarn_makes_queries_and_keys_longer() -> None:
+    q = torch.randn(1, 1, 5, 16)
+    turned, _ = rotary(scaling="yarn", factor=8.0, trained_length=100).rotate(q, q, torch.arange(5)[None])
+    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1) * (0.1 * math.log(8.0) + 1.0))
+
+
+@pytest.mark.parametrize("scaling", ["ntk", "yarn"])
+def test_a_growing_cache_refuses_to_turn_keys_anew(scaling: str) -> None:
+    model = language_model("rotary", position_options={"scaling": scaling, "trained_length": 20})
+    cache = model.make_cache(1)
+    with torch.no_grad():
+        model(random_tokens(1, 20), cache=cache)
+        with pytest.raises(ValueError, match="give a factor, or a cache with the capacity"):
+            model(random_tokens(1, 1), cache=cache)
+
+
+@pytest.mark.parametrize("scaling", ["ntk", "yarn"])
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_a_cache_of_the_whole_text(scaling: str, factor: float | None) -> None:
+    options = {"scaling": scaling, "trained_length": 20, "factor": factor}
+    model, tokens = language_model("rotary", position_options=options), random_tokens(1, 90)
+    cache = model.make_cache(1, 90)
+    with torch.no_grad():
+        found = torch.cat([model(part, cache=cache) for part in tokens.split([50, 1, 39], dim=1)], dim=1)
+        torch.testing.assert_close(found, model(tokens), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"scaling": "yarn", "factor": 4.0}, "'yarn' needs trained_length"),
+        ({"scaling": "ntk"}, "needs a factor, or trained_length"),
+        ({"scaling": "linear", "factor": 2.0}, "must be one of none, ntk, yarn; got 'linear'"),
+        ({"trained_length": 5}, "belong to a scaling"),
+    ],
+)
+def test_scalings_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        rotary(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import trainshort as ts
 from tests.training.small import metrics_of, small_config
 from trainshort.cli.train import Flags, run
 from trainshort.data.dataset import TokenData
+from trainshort.evaluation.config import EvaluateConfig
+from trainshort.evaluation.evaluate import evaluate
 from trainshort.models import LanguageModel
 from trainshort.training.optimizer import Optimizer
 from trainshort.training.progress import TrainProgress
@@ -21,7 +24,7 @@ from trainshort.training.run import RunFolder
 from trainshort.training.train import train
 
 
-@pytest.mark.parametrize("position", ["alibi", "sinusoidal", "learned", "rotary", "t5", "none"])
+@pytest.mark.parametrize("position", ["alibi", "fox", "sinusoidal", "learned", "rotary", "t5", "kerple", "none"])
 def test_every_position_method_learns(data: Path, tmp_path: Path, position: str) -> None:
     config = small_config(
         data, tmp_path / "run", position=position, steps=60, lr=1e-2, dropout=0.0, checkpoint_every=0
@@ -121,6 +124,42 @@ def test_the_command_line_resumes_with_the_settings_of_the_run(data: Path, tmp_p
         run(flags(out=out, resume=True, lr=2e-3))
     with pytest.raises(ValueError, match=r"model_options was \{'gated': True\}"):
         run(flags(out=out, resume=True, set=("gated=false",)))
+
+
+PRO = ("norm=rmsnorm", "activation=silu", "gated=true", "qk_norm=true", "kv_shift=true", "output_norm=true",
+       "output_gate=true")  # fmt: skip
+LONGER = ("position.trained_length=32",)
+
+
+@pytest.mark.parametrize(
+    ("position", "options"),
+    [
+        ("fox", PRO),
+        ("fox", ("position.gate_bias=5", "position.rotary=true")),
+        ("alibi", ("position.biased_heads=1", "position.rotary=true")),
+        ("alibi", (*LONGER, "position.scaling=linear")),
+        ("alibi", (*LONGER, "position.scaling=ntk")),
+        ("rotary", (*LONGER, "position.scaling=ntk")),
+        ("rotary", (*LONGER, "position.scaling=yarn")),
+        ("kerple", ("position.kind=power",)),
+    ],
+    ids=str,
+)
+def test_options_are_trained_and_tested_on_longer_texts(
+    data: Path, tmp_path: Path, position: str, options: tuple[str, ...]
+) -> None:
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "length": 32, "batch_tokens": 128}
+    out = tmp_path / "run"
+    run(flags(data=str(data), out=str(out), position=position, steps=30, lr=1e-2, **sizes, set=options))
+    losses = [row["loss"] for row in metrics_of(out) if "loss" in row]
+    assert losses[-1] < losses[0] - 1.0
+    short, long = evaluate(out, TokenData(data), EvaluateConfig(lengths=(32, 160), chunk=128, tokens=320))
+    assert short["perplexity"] < math.exp(4.5)
+    assert math.isfinite(long["perplexity"])
+    model = ts.load(out)
+    assert isinstance(model, LanguageModel)
+    tokens = torch.randint(256, (1, 20))
+    assert model.generate(tokens, max_new_tokens=8).shape == (1, 28)
 
 
 def test_flags_that_cannot_be(tmp_path: Path) -> None:

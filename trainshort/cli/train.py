@@ -22,6 +22,7 @@ EXAMPLES = """
   trainshort train --out runs/alibi-512 --resume --steps 2000         more steps for a run that is done
   trainshort train --data data --out runs/wide --d-model 256 --num-layers 6 --set activation=silu gated=true
   trainshort train --data data --out runs/rope --position rotary --set position.base=500000
+  trainshort train --data data --out runs/fox --position fox --set position.gate_bias=5 qk_norm=true output_gate=true
   trainshort train --data data --out runs/own --import shape.py --position shape
   trainshort train --data data/wikitext --model paper-wikitext103 --batch-tokens 73728 --length 3072 \\
       --accumulation 8 --steps 286000 --out runs/paper

@@ -1,7 +1,7 @@
 """How much of a long text certified windows keep, and how far each head reaches, by layer and head.
 
-Measured on the queries and keys of the model itself, at the place where every position method sees them, chunk by
-chunk as evaluation runs: these are the very blocks of keys that attention visits.
+Measured on the queries, keys and biases of the model itself, chunk by chunk as evaluation runs: these are the very
+blocks of keys that attention visits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.evaluation.config import BLOCK
-from trainshort.models.kept import queries_and_keys
+from trainshort.models.kept import attended, may_skip
 from trainshort.models.language_model import LanguageModel
 from trainshort.ops import certified_windows
 
@@ -24,8 +24,7 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
     kept: the fraction of visible key blocks that are visited, [layers][heads]. reach, farthest: tokens from the
     last query of a block back to the first key it visits, on average and at most.
     """
-    bias = model.position.bias()
-    if bias is None or not bias.certifiable:
+    if not may_skip(model):
         return None
     layers, heads = model.config.num_layers, model.config.num_heads
     visited, reach, farthest = (torch.zeros(layers, heads, dtype=torch.float64) for _ in range(3))
@@ -33,13 +32,13 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
     cache = model.make_cache(1, tokens.shape[1])
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
-        with queries_and_keys(model) as seen:
+        with attended(model) as seen:
             model.trunk(part, cache=cache)
         end = start + part.shape[1]
         last = torch.arange(start, end, BLOCK).add(BLOCK).clamp(max=end)  # one past the last query of each block
         visible += int((-(-last // BLOCK)).sum())
         blocks += len(last)
-        for layer, (q, _) in enumerate(seen):
+        for layer, (q, _, bias) in enumerate(seen):
             found = certified_windows(
                 q,
                 cache.keys[layer][:, :, :end],

@@ -29,7 +29,7 @@ class CompareConfig(Settings):
     positions: tuple[str, ...] = field(
         default=("alibi", "rotary", "t5", "sinusoidal"),
         metadata={
-            "help": "position methods: alibi, sinusoidal, learned, rotary, t5, none, or your own (--import)",
+            "help": "methods: alibi, fox, rotary, t5, kerple, sinusoidal, learned, none, or your own (--import)",
             "metavar": "NAME",
         },
     )

@@ -25,7 +25,6 @@ from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 from trainshort.ops.tracing import is_recording
 from trainshort.ops.values import require_positive
-from trainshort.positions import build_position
 
 ADAPT = 64  # steps between two looks at what queries need
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
@@ -87,6 +86,7 @@ class BoundedCache(KeyValueCache):
             raise ValueError("a bounded cache needs float64 for its tables, which mps lacks: use a full cache there")
         self.padding: Tensor | None = None
         self.sequences = None
+        self.last, self.next_last = {}, {}
         self.growing = True
         self.length = self.capacity = 0
         # For those who ask for dtype and device: the keys themselves lie in rings.
@@ -271,6 +271,7 @@ class BoundedCache(KeyValueCache):
         return index[None] if self.padding is None else (index - self.padding[:, None]).clamp_min(0)
 
     def advance(self, tokens: int) -> None:
+        self.keep_last()
         if self.held is not None:
             if self.held.stepping:
                 self.held.finish_step()
@@ -302,6 +303,10 @@ class BoundedCache(KeyValueCache):
             raise TypeError(f"a bounded cache needs a causal LinearBias with slopes [heads], got {bias!r}")
         slopes = bias.slopes.detach()
         if self.slopes is None:
+            if bool((slopes == 0).any()):
+                raise ValueError(
+                    "a bounded cache evicts keys that fade, and to a head of slope 0 none does: use a full cache"
+                )
             require_positive("slopes", slopes)
             self.slopes = slopes.to(self.device, torch.float64, copy=True)
         elif self.device.type == "cpu" and not torch.equal(self.slopes, slopes.double()):
@@ -365,8 +370,19 @@ def _check_options(
         raise ValueError(f"on_failure must be 'rerun' or 'raise', got {on_failure!r}")
     if not config.causal:
         raise ValueError("a cache needs causal attention")
+    if config.has_gates:
+        raise ValueError(
+            f"a bounded cache needs slopes that are known in advance, such as alibi's; {config.position} has gates "
+            "that come from the text, under which keys are not evicted yet: use a full cache"
+        )
+    position = config.position_on_meta()
     with torch.device("meta"):
-        bias = build_position(config.position, config.position_shape, config.position_options).bias()
+        bias = position.bias()
+    if position.depends_on_length:
+        raise ValueError(
+            f"a bounded cache needs slopes that stay as they are; those of {config.position} depend on the length of "
+            "the text here: give a factor instead of trained_length, or use a full cache"
+        )
     if not isinstance(bias, LinearBias):
         raise ValueError(
             f"a bounded cache needs positions under which distant keys provably fade, such as alibi; "

@@ -1,7 +1,8 @@
 """Keys and values of the past, so that a token is computed once.
 
 Beside them the cache keeps the largest norm of each block of keys. With that a decoding step under ALiBi finds
-its certified window without a pass over the keys, and reads only the keys that can matter.
+its certified window without a pass over the keys, and reads only the keys that can matter. Of forget gates it keeps
+the running sums, to which a step adds its own; for a shift of keys and values, those of the last token before it.
 
 While a cache is stepping (`begin_steps`), the device knows how many tokens there are: every step is then the same
 sequence of kernels on the same memory, which a CUDA graph can replay.
@@ -18,6 +19,7 @@ from torch import Tensor
 from trainshort.models.config import ModelConfig
 from trainshort.ops import attention
 from trainshort.ops.bias import NO_BIAS, Bias, KernelBias
+from trainshort.ops.decay import DecayBias, running_sums, wide_dtype
 from trainshort.ops.dispatch import takes_kernels, why_not_triton
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
@@ -37,6 +39,9 @@ class KeyValueCache:
     has further options: tolerance and on_failure).
     Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
     """
+
+    last: dict[int, Tensor]  # by layer: keys and values of the last token before any shift, [B, 2 Hkv, 1, width]
+    next_last: dict[int, Tensor]  # the same of tokens that are being computed
 
     def __new__(cls, *arguments: Any, bounded: bool = False, **options: Any) -> Self:
         if bounded and cls is KeyValueCache:
@@ -66,7 +71,8 @@ class KeyValueCache:
         self.length = 0
         self.padding: Tensor | None = None  # int64 [B]
         self.sequences: Tensor | None = None  # int32 [B, 5] while stepping: where each row is, as the kernels read it
-        self.batch_size = batch_size
+        self.config, self.batch_size = config, batch_size
+        self.last, self.next_last = {}, {}
         shape = (batch_size, config.kv_heads, self.capacity, config.width)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         norms = (batch_size, config.kv_heads, -(-self.capacity // BLOCK))
@@ -75,6 +81,12 @@ class KeyValueCache:
             self.values = [torch.empty(shape, **options) for _ in range(config.num_layers)]
             # Whatever the keys and the default are in: certificates rest on these.
             self.norms = [torch.zeros(norms, dtype=torch.float32, device=device) for _ in range(config.num_layers)]
+            self.sums: list[Tensor] = []  # of log gates, by layer: float64 [B, H, capacity]
+            self.firsts: list[Tensor] = []  # the first token that each may see, int32 like these
+            for _ in range(config.num_layers if config.has_gates else 0):
+                gates = (batch_size, config.num_heads, self.capacity)
+                self.sums.append(torch.empty(gates, dtype=wide_dtype(self.keys[0].device), device=device))
+                self.firsts.append(torch.empty(gates, dtype=torch.int32, device=device))
         for kept in self.norms:
             trust_norms(kept)
 
@@ -101,6 +113,9 @@ class KeyValueCache:
             self.keys[layer] = _longer(self.keys[layer], self.capacity, torch.empty)
             self.values[layer] = _longer(self.values[layer], self.capacity, torch.empty)
             self.norms[layer] = _longer(self.norms[layer], blocks, torch.zeros)
+        for layer in range(len(self.sums)):
+            self.sums[layer] = _longer(self.sums[layer], self.capacity, torch.empty)
+            self.firsts[layer] = _longer(self.firsts[layer], self.capacity, torch.empty)
         for kept in self.norms:
             trust_norms(kept)
 
@@ -120,6 +135,36 @@ class KeyValueCache:
             return self.sequences[: 1 if self.padding is None else self.batch_size, 4:].long()
         index = torch.arange(self.length, self.length + tokens, device=self.keys[0].device)[None]
         return index if self.padding is None else (index - self.padding[:, None]).clamp_min(0)
+
+    def previous(self, layer: int, kv: Tensor) -> Tensor:
+        """Keys and values of the token before these, as they were before any shift; those of the last are kept.
+
+        kv: keys, then values, [B, 2 Hkv, T, width].
+        """
+        if layer not in self.last:
+            with torch.inference_mode(False):
+                self.last[layer] = kv.new_zeros((*kv.shape[:2], 1, kv.shape[3]))
+        self.next_last[layer] = kv[:, :, -1:] if kv.shape[2] else self.last[layer]
+        return self.last[layer].clone()
+
+    def keep_last(self) -> None:
+        """Every layer is done: its last token is the one before those to come. In place, for CUDA graphs."""
+        for layer, kv in self.next_last.items():
+            self.last[layer].copy_(kv)
+        self.next_last.clear()
+
+    def decay(self, layer: int, log_gates: Tensor) -> DecayBias:
+        """The bias of all tokens so far, from the log gates [B, H, T] of the next ones, whose sums are stored."""
+        if self.sequences is not None:
+            return self._decay_stepping(layer, log_gates)
+        start, end = self.length, self.length + log_gates.shape[2]
+        if self.padding is not None:
+            real = torch.arange(start, end, device=log_gates.device) >= self.padding[:, None]
+            log_gates = log_gates.masked_fill(~real[:, None], 0.0)
+        sums, firsts = self.sums[layer], self.firsts[layer]
+        before = (sums[:, :, start - 1 : start], firsts[:, :, start - 1 : start]) if start else None
+        sums[:, :, start:end], firsts[:, :, start:end] = running_sums(log_gates, before, start)
+        return DecayBias.from_sums(sums[:, :, :end], firsts[:, :, :end])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
         """Attention of the next tokens to all before them and to one another; their keys and values are stored."""
@@ -155,6 +200,7 @@ class KeyValueCache:
 
     def advance(self, tokens: int) -> None:
         """Count tokens that every layer has appended."""
+        self.keep_last()
         self.length += tokens
         if self.sequences is not None:
             self.sequences += self._one_more
@@ -163,6 +209,9 @@ class KeyValueCache:
 
     def why_not_stepping(self) -> str | None:
         """Why this cache cannot step, in words; None where it can."""
+        bias = self.config.position_on_meta().bias()
+        if bias is not None and not bias.has_kernels:
+            return f"there are no kernels for a GPU that take a {type(bias).__name__} yet"
         reason = why_not_triton(self.keys[0])
         if reason is not None:
             return f"attention over its cache runs without the kernels for a GPU: {reason}"
@@ -205,6 +254,17 @@ class KeyValueCache:
     def rollback(self, tokens: int = 0) -> None:
         """Take back the last tokens, after a failure."""
         raise TypeError("only a bounded cache can fail, and go back")
+
+    def _decay_stepping(self, layer: int, log_gates: Tensor) -> DecayBias:
+        """The same for one token, at a place that the device knows; behind it the sums mean nothing."""
+        assert self.sequences is not None
+        place = (self.sequences[:1, 2] + self.sequences[:1, 4]).long()  # [1]: the same in every row
+        kept = self.sums[layer], self.firsts[layer]
+        # A first token has none before it: any number will do for its sum.
+        before = [each.index_select(2, (place - 1).clamp_min(0)).where(place > 0, 0) for each in kept]
+        for each, new in zip(kept, running_sums(log_gates, (before[0], before[1]), place), strict=True):
+            each.index_copy_(2, place, new)
+        return DecayBias.from_sums(*kept)
 
     def _attend_stepping(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float

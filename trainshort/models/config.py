@@ -11,7 +11,7 @@ import torch
 
 from trainshort.common.checks import LARGEST_SIZE, is_finite, is_size
 from trainshort.common.settings import Settings, check_type
-from trainshort.positions import Shape, build_position, plain_options
+from trainshort.positions import Position, Shape, build_position, plain_options
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 NORMS = ("layernorm", "layernorm_without_bias", "rmsnorm")
@@ -29,6 +29,10 @@ class ModelConfig(Settings):
     parallel_residual: attention and feed-forward side by side; parallel_norms: each with a norm of its own.
     gated: the feed-forward layer is activation(a) * b, with a and b of width d_ff.
     clip_qkv: clamp queries, keys and values to this size.
+    qk_norm: an RMSNorm of each head's queries and keys, before positions act on them.
+    kv_shift: keys and values are mixed with those of the token before, by a learned share.
+    output_norm, output_gate: of attention, before its last linear layer: an RMSNorm of each head, and a gate
+    sigmoid(W x) from the layer's normed input x.
     token_types: BERT-like segment embeddings, if above 0.
     """
 
@@ -59,6 +63,10 @@ class ModelConfig(Settings):
     head_bias: bool = False
     clip_qkv: float | None = None
     attention_scale: float | None = None
+    qk_norm: bool = False
+    kv_shift: bool = False
+    output_norm: bool = False
+    output_gate: bool = False
     tie_embeddings: bool = True
     token_types: int = 0
     dropout: float = 0.0
@@ -72,8 +80,7 @@ class ModelConfig(Settings):
         self._check_layout()
         options = plain_options(self.position, self.position_options)
         object.__setattr__(self, "position_options", options)  # what JSON gives back
-        with torch.device("meta"):  # refuses what it cannot build, and needs no memory or random numbers for it
-            build_position(self.position, self.position_shape, self.position_options)
+        self.position_on_meta()  # refuses what it cannot build
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", *OPTIONAL_SIZES):
@@ -134,6 +141,17 @@ class ModelConfig(Settings):
     @property
     def score_scale(self) -> float:
         return 1.0 / math.sqrt(self.width) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether layers have forget gates, of which a cache keeps the running sums."""
+        with torch.device("meta"):
+            return self.position_on_meta().gates() is not None
+
+    def position_on_meta(self) -> Position:
+        """The position method without values, which needs no memory and no random numbers."""
+        with torch.device("meta"):
+            return build_position(self.position, self.position_shape, self.position_options)
 
     @property
     def position_shape(self) -> Shape:

@@ -1,16 +1,32 @@
-"""What share of the keys certified windows keep, on the queries and keys that a model itself computes."""
+"""What share of the keys certified windows keep, on the queries, keys and biases that a model itself computes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainshort.models.language_model import LanguageModel
 from trainshort.ops import certified_windows
+from trainshort.ops.bias import Bias
 from trainshort.ops.problem import BLOCK
+
+
+class Attended(NamedTuple):
+    """What the attention of one layer compares."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, T, D]: of the new tokens, where there is a cache
+    bias: Bias | None
+
+
+def may_skip(model: LanguageModel) -> bool:
+    """Whether the bias of the model's layers is one under which keys can be skipped."""
+    bias = model.position.bias()
+    return model.config.has_gates or (bias is not None and bias.certifiable)
 
 
 @torch.no_grad()
@@ -19,32 +35,37 @@ def share_of_keys(model: LanguageModel, tokens: Tensor) -> float | None:
 
     None where no key can be skipped because the bias is no penalty on distance.
     """
-    bias = model.position.bias()
-    if bias is None or not bias.certifiable:
+    if not may_skip(model):
         return None
-    with queries_and_keys(model) as seen:
+    with attended(model) as seen:
         model.trunk(tokens)
     blocks = -(-tokens.shape[1] // BLOCK)
     visible = len(seen) * model.config.num_heads * blocks * (blocks + 1) // 2
-    windows = torch.stack(
-        [certified_windows(q, k, bias=bias, scale=model.config.score_scale, block=BLOCK) for q, k in seen]
-    )
+    scale = model.config.score_scale
+    windows = torch.stack([certified_windows(q, k, bias=bias, scale=scale, block=BLOCK) for q, k, bias in seen])
     return int((windows[..., 1] - windows[..., 0]).sum()) / visible
 
 
 @contextlib.contextmanager
-def queries_and_keys(model: LanguageModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collects queries [B, H, T, D] and keys [B, Hkv, T, D] of each layer as they come out of the position method."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    position = model.position
-    rotate = position.rotate
+def attended(model: LanguageModel) -> Iterator[list[Attended]]:
+    """Collects what the attention of each layer compares, as long as the context is open."""
+    seen: list[Attended] = []
+    layers = [block.attention for block in model.trunk.blocks]
 
-    def watched(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(rotate(q, k, positions))
-        return seen[-1]
+    def watch(layer: Any) -> None:
+        attend = layer.attend
 
-    position.__dict__["rotate"] = watched  # before the method of the class
+        def watched(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Any) -> Tensor:
+            seen.append(Attended(q, k, bias))
+            out: Tensor = attend(q, k, v, bias, context)
+            return out
+
+        layer.__dict__["attend"] = watched  # before the method of the class
+
+    for layer in layers:
+        watch(layer)
     try:
         yield seen
     finally:
-        del position.__dict__["rotate"]
+        for layer in layers:
+            del layer.__dict__["attend"]

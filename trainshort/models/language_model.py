@@ -78,8 +78,10 @@ class LanguageModel(Model):
 
 
 def initialize(model: nn.Module, config: ModelConfig) -> None:
-    """Small normal weights, smaller where a residual sum collects them; biases zero."""
+    """Small normal weights, smaller where a residual sum collects them; biases zero. Gates stay as they were made."""
     for name, module in model.named_modules():
+        if ".gates." in name:
+            continue
         if isinstance(module, nn.Linear):
             residual = name.endswith((".out", ".down"))
             nn.init.normal_(module.weight, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)

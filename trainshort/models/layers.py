@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
+from trainshort.models.head_parts import HeadNorm, KeyValueShift
 from trainshort.models.linear import ACTIVATIONS, project
 from trainshort.ops import attention
 from trainshort.ops.bias import Bias
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.tracing import is_eager
 from trainshort.positions import Position
 
@@ -40,38 +42,86 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, gates: nn.Module | None = None) -> None:
+        """gates: of a position method that has such, for this layer alone."""
         super().__init__()
         self.config, self.layer = config, layer
-        channels = (config.num_heads + 2 * config.kv_heads) * config.width
-        self.qkv = nn.Linear(config.d_model, channels, bias=config.qkv_bias)
-        self.out = nn.Linear(config.num_heads * config.width, config.d_model, bias=config.attention_out_bias)
+        heads, kv_heads, width = config.num_heads, config.kv_heads, config.width
+        self.qkv = nn.Linear(config.d_model, (heads + 2 * kv_heads) * width, bias=config.qkv_bias)
+        self.out = nn.Linear(heads * width, config.d_model, bias=config.attention_out_bias)
+        self.gates = gates
+        self.shift = KeyValueShift(config.d_model, kv_heads) if config.kv_shift else None
+        self.query_norm = HeadNorm(heads, width, config.norm_eps) if config.qk_norm else None
+        self.key_norm = HeadNorm(kv_heads, width, config.norm_eps) if config.qk_norm else None
+        self.output_norm = HeadNorm(heads, width, config.norm_eps) if config.output_norm else None
+        self.output_gate = nn.Linear(config.d_model, heads * width, bias=False) if config.output_gate else None
 
     def forward(
         self, x: Tensor, context: Context, norm: nn.Module | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """Attention of norm(x), where there is a norm, added to a residual sum, where that is given."""
-        config, few_rows = self.config, context.few_rows
-        qkv = project(self.qkv, x, norm=norm, few_rows=few_rows)
+        few_rows = context.few_rows
+        if norm is not None and not (self.gates is None and self.shift is None and self.output_gate is None):
+            x, norm = norm(x), None  # not for q, k and v alone
+        q, k, v = self._queries_keys_values(x, context, norm)
+        out = self.attend(
+            q, k, v, context.bias if self.gates is None else self._decay(self.gates(x), context), context
+        )
+        if self.output_norm is not None:
+            out = self.output_norm(out)
+        out = out.transpose(1, 2).flatten(2)
+        if self.output_gate is not None:
+            out = out * project(self.output_gate, x, few_rows=few_rows).sigmoid()
+        return project(self.out, out, residual=residual, few_rows=few_rows)
+
+    def _queries_keys_values(
+        self, x: Tensor, context: Context, norm: nn.Module | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of norm(x), as attention compares them: [B, heads, T, width]."""
+        config = self.config
+        qkv = project(self.qkv, x, norm=norm, few_rows=context.few_rows)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
-        q, k, v = qkv.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
-        q, k = context.position.rotate(q, k, context.positions)
-        if context.cache is not None:
-            out = context.cache.attend(self.layer, q, k, v, bias=context.bias, scale=config.score_scale)
-        else:
-            out = attention(
-                q,
-                k,
-                v,
-                bias=context.bias,
-                causal=config.causal,
-                scale=config.score_scale,
-                key_padding_mask=context.key_padding_mask,
-                cu_seqlens=context.cu_seqlens,
+        q, kv = qkv.split((config.num_heads, 2 * config.kv_heads), dim=1)
+        if self.shift is not None:
+            before = (
+                torch.zeros_like(kv[:, :, :1]) if context.cache is None else context.cache.previous(self.layer, kv)
             )
-        return project(self.out, out.transpose(1, 2).flatten(2), residual=residual, few_rows=few_rows)
+            kv = self.shift(x, kv, before, context.positions)
+        k, v = kv.chunk(2, dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return *context.position.rotate(q, k, context.positions), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Context) -> Tensor:
+        """Attention of queries to keys as they are, [B, heads, T, width]."""
+        config = self.config
+        if context.cache is not None:
+            return context.cache.attend(self.layer, q, k, v, bias=bias, scale=config.score_scale)
+        return attention(
+            q,
+            k,
+            v,
+            bias=bias,
+            causal=config.causal,
+            scale=config.score_scale,
+            key_padding_mask=context.key_padding_mask,
+            cu_seqlens=context.cu_seqlens,
+        )
+
+    def _decay(self, log_gates: Tensor | tuple[Tensor, Tensor], context: Context) -> DecayBias:
+        """The bias that this layer's gates make. Those of padding are open: nothing is to be forgotten there."""
+        if context.bias is not None:
+            raise ValueError(f"position {self.config.position!r} has gates and a bias: attention takes one of them")
+        past, future = log_gates if isinstance(log_gates, tuple) else (log_gates, None)
+        if context.cache is not None:
+            return context.cache.decay(self.layer, past)
+        if context.key_padding_mask is not None:
+            padding = ~context.key_padding_mask[:, None]
+            past = past.masked_fill(padding, 0.0)
+            future = None if future is None else future.masked_fill(padding, 0.0)
+        return DecayBias(past, future)
 
 
 class CrossAttention(nn.Module):
@@ -137,11 +187,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, gates: nn.Module | None = None) -> None:
         super().__init__()
         self.post, self.parallel = config.norm_place == "post", config.parallel_residual
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config, layer)
+        self.attention = SelfAttention(config, layer, gates)
         self.ffn_norm = make_norm(config) if not config.parallel_residual or config.parallel_norms else None
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -215,7 +265,7 @@ class Trunk(nn.Module):
         self.token_types = nn.Embedding(config.token_types, config.d_model) if config.token_types else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, position.gates()) for layer in range(config.num_layers))
         self.final_norm = make_norm(config) if config.final_norm and config.norm_place == "pre" else None
 
     def forward(
@@ -241,15 +291,18 @@ class Trunk(nn.Module):
             check_mask(key_padding_mask, tokens)
         if cache is None:
             positions = self._positions(tokens, key_padding_mask, cu_seqlens)
-            context = Context(self.position, positions, self.position.bias(), None, key_padding_mask, cu_seqlens)
+            position = self._position_for(length, cu_seqlens)
+            context = Context(position, positions, position.bias(), None, key_padding_mask, cu_seqlens)
             return self._hidden(tokens, token_types, context)
         self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
 
         def compute(part: Tensor) -> Tensor:
+            whole = cache.length + part.shape[1] if cache.growing else cache.capacity
+            position = self.position.at_length(whole, growing=cache.growing)
             context = Context(
-                self.position,
+                position,
                 cache.positions(part.shape[1]),
-                self.position.bias(),
+                position.bias(),
                 cache,
                 few_rows=cache.has_few_rows and not (self.training or torch.is_grad_enabled()),
             )
@@ -264,7 +317,7 @@ class Trunk(nn.Module):
             x = x + self.token_types(kinds)
         elif token_types is not None:
             raise ValueError("token_types were given, but the model has none (token_types=0)")
-        x = self.position.embed(x, context.positions)
+        x = context.position.embed(x, context.positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.dropout(x)
@@ -272,6 +325,12 @@ class Trunk(nn.Module):
         for block in self.blocks:
             x = call(block, x, context)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _position_for(self, length: int, cu_seqlens: Tensor | None) -> Position:
+        """The position method for rows of this length, or documents in one: the longest counts, which is read."""
+        if cu_seqlens is not None and self.position.depends_on_length:
+            length = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        return self.position.at_length(length)
 
     def compile_blocks(self, options: dict[str, Any] | None) -> None:
         self.compile_options = options

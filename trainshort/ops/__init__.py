@@ -30,6 +30,7 @@ from trainshort.ops import dispatch
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
+from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.tracing import is_eager
 from trainshort.ops.triton import run as triton_backend
@@ -41,6 +42,7 @@ __all__ = [
     "BucketBias",
     "DecayBias",
     "Explanation",
+    "KerpleBias",
     "LinearBias",
     "alibi_attention",
     "alibi_slopes",
@@ -73,7 +75,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             keys unless `query_start` says otherwise.
         k: Keys [B, Hkv, Tk, D]; Hkv divides H (grouped queries).
         v: Values, like k.
-        slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad.
+        slopes: [H] or [B, H], at least 0; None: the paper's. Differentiable if it requires grad.
         causal: A query sees its past and itself; False: both sides, symmetrically.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
@@ -136,8 +138,8 @@ def attention(  # noqa: PLR0913  a public signature
     """Attention with a bias that depends on where queries and keys stand.
 
     Args:
-        bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5) or None. Keys can be skipped under
-            the first two only: `tolerance` and `key_norms` say nothing otherwise.
+        bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5), a KerpleBias or None. Keys can be
+            skipped under the first two only: `tolerance` and `key_norms` say nothing otherwise.
 
     All other arguments, and what is returned, as in `alibi_attention`.
 

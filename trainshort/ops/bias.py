@@ -87,6 +87,7 @@ class Bias:
     learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
     certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
     by_distance: ClassVar[bool] = True  # whether it depends on the distance alone
+    has_kernels: ClassVar[bool] = True  # whether the Triton kernels know it
 
     @classmethod
     def from_fields(cls, **values: Any) -> Self:
@@ -117,6 +118,10 @@ class Bias:
 
     def positive(self) -> dict[str, Tensor]:
         """The tensors whose numbers must be positive and at most LARGEST_SLOPE."""
+        return {}
+
+    def not_negative(self) -> dict[str, Tensor]:
+        """Those whose numbers may be 0 as well."""
         return {}
 
     def without_nan(self) -> dict[str, Tensor]:
@@ -180,7 +185,8 @@ class LinearBias(Bias):
     looks ("past", "future" or "both"; the query's own position is always in sight).
 
     Args:
-        slopes: [H] or [B, H], positive. Differentiable if it requires grad, like `future`.
+        slopes: [H] or [B, H], at least 0; a head of slope 0 sees everything alike, and skips nothing. Differentiable
+            if it requires grad, like `future`.
         future: The slopes of the future, like `slopes`; None: the same.
         offset: Between 0 and 1: the distance by which the future is nearer.
         sees: For each head "past", "future" or "both"; None: as `causal` says.
@@ -262,7 +268,7 @@ class LinearBias(Bias):
     def both_ways(self) -> LinearBias:
         return replace(self, sees=None)
 
-    def positive(self) -> dict[str, Tensor]:
+    def not_negative(self) -> dict[str, Tensor]:
         return {"slopes": self.slopes} | ({} if self.future is None else {"future": self.future})
 
     def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> LinearBias:

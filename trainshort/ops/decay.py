@@ -50,10 +50,10 @@ class DecayBias(Bias):
     by_distance = False
 
     def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
-        sums, closed = _running_sums("log_gates", log_gates)
-        self._set(gate_sums=sums, gate_first=_last_closed(closed))
+        sums, first = running_sums(log_gates)
+        self._set(gate_sums=sums, gate_first=first)
         if future is not None:
-            sums, closed = _running_sums("future", future)
+            sums, closed = _sums_and_borders("future", future, None)
             self._set(ahead_sums=sums, ahead_end=_next_closed(closed))
 
     @classmethod
@@ -74,6 +74,16 @@ class DecayBias(Bias):
         if slopes.dim() not in (1, 2):
             raise ValueError(f"DecayBias slopes must be [heads] or [batch, heads], got shape {list(slopes.shape)}")
         return cls.from_fields(times=_relative(times), rates=slopes)
+
+    @classmethod
+    def from_sums(cls, sums: Tensor, first: Tensor) -> DecayBias:
+        """From what a cache keeps of the gates of all tokens so far, so that none is summed twice.
+
+        Args:
+            sums: Running sums of log gates as `running_sums` makes them, float64 [B, H, T].
+            first: For each token the first position that it may see, int32 [B, H, T].
+        """
+        return cls.from_fields(gate_sums=sums, gate_first=first)
 
     @classmethod
     def from_fields(cls, **values: Any) -> Self:
@@ -103,17 +113,18 @@ class DecayBias(Bias):
                 raise ValueError(
                     f"the DecayBias must be on q's device {q.device}, got {tensor.device}: move what it is made of"
                 )
-            good, wanted = True, ""
+            good = True
             if name == "times":
                 good = tensor.shape[0] in (1, batch) and tensor.shape[1] == keys
-                wanted = f"times must be [{keys}] or [{batch}, {keys}]"
             elif name == "rates":
                 good = tensor.shape[-1] == heads and (tensor.dim() == 1 or tensor.shape[0] == batch)
-                wanted = f"slopes must be [{heads}] or [{batch}, {heads}]"
             elif name in ("gate_sums", "ahead_sums"):
                 good = tensor.shape[0] in (1, batch) and tensor.shape[1] == heads and tensor.shape[2] == keys
-                wanted = f"{_GIVEN[name]} must be [{batch}, {heads}, {keys}] (or 1 for the batch)"
-            if not good:
+            if not good:  # words only here: in them a compiler would fix sizes that may change
+                wanted = {
+                    "times": f"times must be [{keys}] or [{batch}, {keys}]",
+                    "rates": f"slopes must be [{heads}] or [{batch}, {heads}]",
+                }.get(name, f"{_GIVEN.get(name)} must be [{batch}, {heads}, {keys}] (or 1 for the batch)")
                 raise ValueError(
                     f"DecayBias {wanted} for this q and k, one for each query head and key: got {list(tensor.shape)}"
                 )
@@ -229,30 +240,41 @@ def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Of sums and times: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _running_sums(name: str, gates: Tensor) -> tuple[Tensor, Tensor]:
+def running_sums(
+    log_gates: Tensor, before: tuple[Tensor, Tensor] | None = None, start: int | Tensor = 0
+) -> tuple[Tensor, Tensor]:
+    """c of tokens with these log gates, float64 [B, H, T], and the first position that each may see, int32.
+
+    before: both for the token in front of them, [B, H, 1] each, which stands at start - 1.
+    """
+    sums, closed = _sums_and_borders("log_gates", log_gates, None if before is None else before[0])
+    index = torch.arange(closed.shape[-1], device=closed.device)
+    first = torch.where(closed, start + index, 0).cummax(-1).values.to(torch.int32)
+    return sums, first if before is None else torch.maximum(first, before[1])
+
+
+def _sums_and_borders(name: str, gates: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Running sums of log gates that never rise, and which gates are closed: [B, H, T] each."""
     if not isinstance(gates, Tensor) or not gates.is_floating_point():
         came = gates.dtype if isinstance(gates, Tensor) else type(gates).__name__
         raise TypeError(f"DecayBias {name} must be a floating point tensor, got {came}")
     if gates.dim() != 3:
         raise ValueError(f"DecayBias {name} must be [batch, heads, length], got shape {list(gates.shape)}")
-    wide = gates.to(_wide(gates.device))
+    wide = gates.to(wide_dtype(gates.device))
     closed = wide < -LARGEST_SLOPE
-    first = torch.arange(gates.shape[2], device=gates.device) == 0  # crossed by no link
-    steps = wide.masked_fill(closed | first, 0.0).masked_fill(~(wide <= 0), float("nan"))
-    sums = steps.cumsum(-1)
+    uncounted = closed
+    if before is None:  # no link crosses the first token
+        uncounted = closed | (torch.arange(gates.shape[2], device=gates.device) == 0)
+    sums = wide.masked_fill(uncounted, 0.0).masked_fill(~(wide <= 0), float("nan")).cumsum(-1)
+    if before is not None:
+        sums = sums + before
     # The gradient is that of the sum: the running minimum differs from it by rounding alone.
     return sums + (sums.cummin(-1).values - sums).detach(), closed
-
-
-def _last_closed(closed: Tensor) -> Tensor:
-    """For each position the last one up to it whose gate is closed, else 0: int32."""
-    index = torch.arange(closed.shape[-1], device=closed.device)
-    return torch.where(closed, index, 0).cummax(-1).values.to(torch.int32)
 
 
 def _next_closed(closed: Tensor) -> Tensor:
@@ -271,7 +293,7 @@ def _relative(times: Tensor) -> Tensor:
     if times.dim() not in (1, 2):
         raise ValueError(f"DecayBias times must be [length] or [batch, length], got shape {list(times.shape)}")
     times = torch.atleast_2d(times.detach())
-    wide = _wide(times.device)
+    wide = wide_dtype(times.device)
     since = (times - times[:, :1]).to(wide) if not times.is_floating_point() else times.to(wide)
     if times.is_floating_point():
         since = since - since[:, :1]

@@ -83,6 +83,8 @@ def why_not_triton(q: Tensor) -> str | None:
 
 
 def _why_not_kernels(problem: Problem) -> str | None:
+    if problem.bias is not None and not problem.bias.has_kernels:
+        return f"it does not take a {type(problem.bias).__name__} yet"
     return why_not_triton(problem.q)
 
 

@@ -20,6 +20,8 @@ def check_values(problem: Problem) -> None:
     if problem.bias is not None:
         for name, slopes in problem.bias.positive().items():
             require_positive(name, slopes)
+        for name, slopes in problem.bias.not_negative().items():
+            require_positive(name, slopes, or_zero=True)
         for what, marked in problem.bias.without_nan().items():
             _require_no_nan(what, marked)
     if problem.key_norms is not None:
@@ -60,13 +62,13 @@ def _is_known(numbers: Tensor) -> bool:
     return False
 
 
-def require_positive(name: str, slopes: Tensor) -> None:
+def require_positive(name: str, slopes: Tensor, *, or_zero: bool = False) -> None:
     if _is_known(slopes):
         return
-    good = (slopes > 0) & (slopes <= LARGEST_SLOPE)  # NaN compares false
+    good = ((slopes >= 0) if or_zero else (slopes > 0)) & (slopes <= LARGEST_SLOPE)  # NaN compares false
     _require(
         good,
-        f"{name} must be positive and at most 2^64",
+        f"{name} must be {'0 or ' if or_zero else ''}positive and at most 2^64",
         lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
     )
 

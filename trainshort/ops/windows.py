@@ -216,7 +216,7 @@ def _slope_side(slopes: Tensor, position: Tensor, blocks: int, block: int) -> _S
     series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
     return _Side(
         queries=slopes[..., None] * position,
-        ends=slopes[..., None] * ends,
+        ends=(slopes[..., None] * ends).masked_fill(slopes[..., None] == 0, HUGE),  # without a slope nothing goes
         fade=(slopes[..., None] * inside)[:, :, None],
         series=series[..., None],
     )

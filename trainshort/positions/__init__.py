@@ -1,4 +1,4 @@
-"""Position methods: one file a method, one class with three hooks, one table of names."""
+"""Position methods: one file a method, one class with a few hooks, one table of names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of position methods as JSON would give them back: flags, numbers and lists of numbers.
+"""The options of position methods as JSON would give them back: flags, numbers, texts and lists of numbers.
 
 A config is compared, saved and read again, so it may hold nothing that JSON does not know. What each option may be
 is read from the signature of its method: the annotations are the one place that says it.
@@ -24,6 +24,9 @@ KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "int": (f"an int from 1 to {LARGEST_SIZE}", is_size),
     "float": ("a finite number", is_finite),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "int | None": (f"an int from 1 to {LARGEST_SIZE}, or None", lambda value: value is None or is_size(value)),
+    "float | None": ("a finite number, or None", lambda value: value is None or is_finite(value)),
     "Sequence[float] | None": ("a list of numbers, or None", _are_numbers),
 }
 

@@ -1,6 +1,6 @@
-"""A position method is one object with three hooks, because every published method acts at one of three places.
+"""A position method is one object with a hook for each place at which published methods act.
 
-The model calls all three, always, and knows nothing else of positions. A new method is one new file with one
+The model calls all hooks, always, and knows nothing else of positions. A new method is one new file with one
 subclass of `Position`, and one line in `positions/table.py`.
 """
 
@@ -30,6 +30,14 @@ class Position(nn.Module):
 
     max_length: int | None = None  # the longest sequence the method can represent; None: any
     label: str | None = None  # what reports call it; None: the name it has in the table
+    depends_on_length: bool = False  # whether `at_length` may give another method than this one
+
+    def at_length(self, length: int, growing: bool = False) -> Position:
+        """The method as it is for a text of this many tokens: the model calls the other hooks of that one.
+
+        growing: what comes later may make the text longer, and keys that are turned now stay as they are in a cache.
+        """
+        return self
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add to the token embeddings. x: [B, T, d_model]; positions: int64 [B or 1, T]."""
@@ -41,6 +49,16 @@ class Position(nn.Module):
 
     def bias(self) -> Bias | None:
         """Describe what to add to the scores: a function of distance, never a tensor of all pairs."""
+        return None
+
+    def gates(self) -> nn.Module | None:
+        """A module for one layer, with parameters of its own: called once for each layer when a model is built.
+
+        It turns what queries and keys are made from, the layer's normed input [B, T, d_model], into the logarithm of
+        a forget gate for each query head and token, [B, heads, T], at most 0: the bias of a key is the sum of those
+        of all tokens after it (ts.DecayBias). Without `causal` into a pair of such, for earlier and for later keys.
+        Gates see one token at a time: with a cache they are called for the new tokens alone.
+        """
         return None
 
     def materialize(self, device: torch.device) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trainshort.positions.alibi import Alibi
+from trainshort.positions.fox import Fox
+from trainshort.positions.kerple import Kerple
 from trainshort.positions.learned import Learned
 from trainshort.positions.none import NoPosition
 from trainshort.positions.position import Position
@@ -12,10 +14,12 @@ from trainshort.positions.t5 import T5
 
 POSITIONS: dict[str, type[Position]] = {
     "alibi": Alibi,
+    "fox": Fox,
     "sinusoidal": Sinusoidal,
     "learned": Learned,
     "rotary": Rotary,
     "t5": T5,
+    "kerple": Kerple,
     "none": NoPosition,
 }
 BUILT_IN = dict(POSITIONS)
@@ -37,9 +41,16 @@ OTHER_NAMES = {
     "relative": "t5",
     "t5bias": "t5",
     "buckets": "t5",
+    "forgetting": "fox",
+    "forgettingtransformer": "fox",
+    "forget": "fox",
+    "cable": "fox",
     "nope": "none",
     "no": "none",
     "off": "none",
+    "kernel": "kerple",
+    "yarn": "rotary",
+    "ntk": "rotary",
     "linear": "alibi",
     "linearbias": "alibi",
     "bloom": "alibi",

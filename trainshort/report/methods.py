@@ -16,6 +16,8 @@ NAMES = {
     "learned": "Learned",
     "rotary": "Rotary",
     "t5": "T5 bias",
+    "fox": "FoX",
+    "kerple": "KERPLE",
     "none": "No positions",
 }
 # Of a training config, what does not make it another method: where it ran, what it wrote, and the seed.
@@ -25,7 +27,7 @@ INCIDENTAL = {
 }  # fmt: skip
 # Distinct with the common colour blindnesses, and on light and dark ground; methods also differ by marker.
 COLORS = ("#d1495b", "#2f7fd1", "#1f9e76", "#c98a00", "#8f63d2", "#4aa3b5", "#b8612e", "#7a8793")
-PREFERRED = {"alibi": 0, "rotary": 1, "t5": 2, "sinusoidal": 3, "learned": 4, "none": 5}
+PREFERRED = {"alibi": 0, "rotary": 1, "t5": 2, "sinusoidal": 3, "learned": 4, "none": 5, "fox": 6, "kerple": 7}
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot")
 

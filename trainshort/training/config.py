@@ -23,7 +23,7 @@ class TrainConfig(Settings):
     position: str = field(
         default="alibi",
         metadata={
-            "help": "the position method: alibi, sinusoidal, learned, rotary, t5, none, or your own (--import)"
+            "help": "the method: alibi, fox, rotary, t5, kerple, sinusoidal, learned, none, or your own (--import)"
         },
     )
     length: int = field(default=512, metadata={"help": "tokens in a training sequence", "least": 1})

@@ -78,6 +78,21 @@ FEATURES: dict[str, Callable[[Place], dict[str, Any]]] = {
     "bucket_query_start_by_row": lambda p: p.bucket | {
         "batch": 2, "queries": 230, "query_start": torch.tensor([159, 8]), "causal": False,
     },
+    "kerple": lambda p: {"bias": "kerple"},
+    "kerple_power": lambda p: {"bias": "kerple", "logarithmic": False},
+    "kerple_symmetric": lambda p: symmetric(bias="kerple"),
+    "kerple_power_symmetric": lambda p: symmetric(bias="kerple", logarithmic=False),
+    "kerple_grouped": lambda p: {"bias": "kerple", "heads": 4, "kv_heads": 2, "queries": 3 * p.length},
+    "kerple_padded": lambda p: {
+        "bias": "kerple", "batch": 2, "key_padding_mask": left_padding(p.length * 3 // 4, 33, length=p.length),
+    },
+    "kerple_packed": lambda p: {"bias": "kerple"} | packed(0, 77, p.length),
+    "kerple_query_start": lambda p: {
+        "bias": "kerple", "queries": 40, "keys": p.length, "query_start": p.length * 2 // 3,
+    },
+    "kerple_query_start_beyond": lambda p: {
+        "bias": "kerple", "queries": 40, "keys": p.length, "query_start": 5 * p.length, "logarithmic": False,
+    },
     "one_key_head": lambda p: {"heads": 4, "kv_heads": 1},
     "grouped": lambda p: {"heads": 4, "kv_heads": 2},
     "grouped_symmetric": lambda p: symmetric(heads=6, kv_heads=3),
@@ -217,6 +232,7 @@ FEATURES |= {
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
     "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
 }  # fmt: skip
+WITHOUT_KERNELS = [name for name in FEATURES if name.startswith("kerple")]
 
 
 def feature_case(place: Place, feature: str, **more: Any) -> Case:

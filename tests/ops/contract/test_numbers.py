@@ -65,11 +65,27 @@ def test_steep_slopes(slope: float, causal: bool, place: Place) -> None:
     place.check(replace(case, q=2.0 * case.q, offset=0.0 if causal else 0.5))
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("slopes", [[0.0, 0.3, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 1e-6]], ids=str)
+def test_heads_without_a_slope_see_everything_alike(slopes: list[float], causal: bool, place: Place) -> None:
+    """Beside others, of which a steep one may skip keys; some keys are long, so that their blocks stand out."""
+    case = place.case(batch=1, heads=3, queries=400, dim=16, causal=causal, slopes=torch.tensor(slopes))
+    k = case.k.clone()
+    k[:, :, 3:9] *= 30.0
+    place.check(case)
+    place.check(replace(case, k=k))
+
+
+@pytest.mark.parametrize("keys", [150, 700])
+def test_decoding_without_a_slope(keys: int, place: Place) -> None:
+    place.check(place.case(batch=2, heads=4, queries=3, keys=keys, dim=16, slopes=torch.tensor([0.0, 0.5, 0.0, 3.0])))
+
+
 @at(*ON_CPU)  # on a GPU the device itself fails
-@pytest.mark.parametrize("slope", [2.0**65, 1e30, math.inf, math.nan, 0.0, -1.0])
+@pytest.mark.parametrize("slope", [2.0**65, 1e30, math.inf, math.nan, -1e-30, -1.0])
 def test_slopes_out_of_range_are_refused(slope: float, place: Place) -> None:
     case = place.case(heads=3, slopes=torch.tensor([0.5, slope, 0.1]))
-    with pytest.raises(ValueError, match=r"slopes must be positive and at most 2\^64, got"):
+    with pytest.raises(ValueError, match=r"slopes must be 0 or positive and at most 2\^64, got"):
         case.attend(place.backend)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.small import EVERY_POSITION, language_model, left_padded, random_tokens
+from tests.models.small import FOX_PRO, STEPPING_POSITIONS, language_model, left_padded, random_tokens
 from trainshort.models import generate as module
 from trainshort.models import stepping
 from trainshort.models.stepping import Step
@@ -29,7 +29,7 @@ def steps(model: ts.LanguageModel, cache: ts.KeyValueCache, tokens: Tensor) -> T
 def both(model: ts.LanguageModel, prompt: Tensor, later: Tensor, **first: Any) -> tuple[Tensor, Tensor]:
     """Logits of `later` with a plain cache, and with a stepping one that holds NaN where nothing is written."""
     plain, stepping = model.make_cache(len(prompt)), model.make_cache(len(prompt), prompt.shape[1] + 200)
-    for buffer in (*stepping.keys, *stepping.values):
+    for buffer in (*stepping.keys, *stepping.values, *stepping.sums):
         buffer.fill_(math.nan)
     with torch.no_grad():
         for cache in (plain, stepping):
@@ -49,13 +49,13 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("position", EVERY_POSITION)
+@pytest.mark.parametrize("position", STEPPING_POSITIONS)
 def test_logits_are_those_of_a_plain_cache(position: str) -> None:
     """Across the border of a block, from where on the last block has few keys."""
     assert_same_logits(*both(language_model(position), random_tokens(2, 126), random_tokens(2, 4, seed=1)))
 
 
-@pytest.mark.parametrize("position", EVERY_POSITION)
+@pytest.mark.parametrize("position", STEPPING_POSITIONS)
 def test_left_padded_rows(position: str) -> None:
     rows = [random_tokens(1, length, seed=length)[0] for length in (130, 40, 1)]
     prompt, mask = left_padded(rows, filler=3)
@@ -67,6 +67,14 @@ def test_left_padded_rows(position: str) -> None:
 def test_grouped_queries(position: str) -> None:
     model = language_model(position, num_kv_heads=2)
     assert_same_logits(*both(model, random_tokens(2, 60), random_tokens(2, 3, seed=1)))
+
+
+def test_every_part_of_attention() -> None:
+    """Norms of heads, gates of outputs, keys and values shifted by a token; and from the very first token on."""
+    for position in ("alibi", "fox"):
+        model = language_model(position, num_kv_heads=2, **FOX_PRO)
+        assert_same_logits(*both(model, random_tokens(2, 60), random_tokens(2, 3, seed=1)))
+        assert_same_logits(*both(model, random_tokens(2, 0), random_tokens(2, 3, seed=1)))
 
 
 def test_windows_are_found_on_the_device() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +18,16 @@ from trainshort.models.language_model import LanguageModel
 
 
 def load(
-    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    position_options: Mapping[str, Any] | None = None,
 ) -> LanguageModel | Encoder:
-    """A model from its folder, in evaluation mode, with `.tokenizer` if the folder has a tokenizer.json."""
+    """A model from its folder, in evaluation mode, with `.tokenizer` if the folder has a tokenizer.json.
+
+    position_options: some that are to be other than saved, such as {"scaling": "linear", "factor": 4.0}.
+    """
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
@@ -27,7 +36,7 @@ def load(
     if not native.is_native(config):
         kind = shown(config.get("model_type"))
         raise ValueError(f"{path}: not a format this trainshort reads (model_type {kind})")
-    model = native.load(folder, config, dtype, device)
+    model = native.load(folder, config, dtype, device, position_options or {})
     tokenizer = folder / "tokenizer.json"
     model.tokenizer = read_tokenizer(tokenizer) if tokenizer.exists() else None
     return model.eval()

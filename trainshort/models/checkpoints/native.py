@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,13 @@ def _holds_our_tokenizer(folder: Path) -> bool:
 
 
 def load(
-    folder: Path, header: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
+    folder: Path,
+    header: dict[str, Any],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    position_options: Mapping[str, Any],
 ) -> LanguageModel | Encoder:
-    """Read a model from a folder whose config.json is `header`."""
+    """Read a model from a folder whose config.json is `header`, with these options of its position method changed."""
     where = folder / "config.json"
     if header.get("version") != VERSION:
         raise ValueError(f"{where}: version {header.get('version')!r} is not one this trainshort reads ({VERSION})")
@@ -99,6 +104,8 @@ def load(
         config = ModelConfig.from_dict(header["model"])
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+    if position_options:
+        config = replace(config, position_options={**config.position_options, **position_options})
     check_fits(build, config, weights, str(where))
     model: Any = build(config)
     take_dtypes(model, weights)

@@ -66,9 +66,9 @@ def attend(problem: Problem) -> Tensor | None:
 
 
 def _are_good(problem: Problem, slopes: Slopes) -> bool:
-    """Whether slopes or rates are positive, and c holds no NaN, which would go on to the last key."""
+    """Whether slopes are none below 0, rates positive, and c holds no NaN, which would go on to the last key."""
     if problem.bias_is_linear:
-        return all(0.0 < slope <= LARGEST_SLOPE for row in slopes for slope in row)
+        return all(0.0 <= slope <= LARGEST_SLOPE for row in slopes for slope in row)
     rates = problem.decay.rates
     if rates is not None and not bool(((rates > 0) & (rates <= LARGEST_SLOPE)).all()):
         return False
@@ -149,6 +149,8 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
 def _first_by_slope(slopes: Slopes, keys: int, row: int, head: int, nats: float) -> int:
     """The first key to read where keys may weigh e^nats times the own one, each less by its penalty."""
     slope = slopes[row if len(slopes) > 1 else 0][head]
+    if slope == 0.0:
+        return 0
     width = (nats - math.log(-math.expm1(-slope))) / slope
     # NaN compares false; a score of infinity gives -infinity: all of it.
     return math.floor(keys - width) if 0.0 <= width < keys else 0

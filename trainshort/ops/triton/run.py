@@ -261,7 +261,7 @@ def cached_call(key: tuple[Any, ...]) -> CachedCall | None:
 
 def attend_cached(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     """A call like one before, with a LinearBias of these slopes."""
-    require_positive("slopes", slopes)
+    require_positive("slopes", slopes, or_zero=True)
     config = call.config
     described = Call(config.features, {**call.values, "SLOPES": slopes, "FUTURES": slopes})
     with on_device(q):
