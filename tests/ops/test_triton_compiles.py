@@ -142,10 +142,11 @@ def test_loss(compiled: list[Any], dtype: torch.dtype) -> None:
     targets = torch.zeros(3, dtype=torch.int64)
     for vocabulary in (61, 50257):
         logits = torch.zeros(3, vocabulary, dtype=dtype)
-        for gradient in (True, False):
-            losses, lse = loss_kernel.losses_of(logits, targets, -100, gradient)
-        loss_kernel.leave_gradients(logits, targets, -100, lse, losses)
-    assert len(compiled) == 6
+        for bias in (None, torch.zeros(vocabulary, dtype=dtype)):
+            for gradient in (True, False):
+                losses, lse = loss_kernel.losses_of(logits, targets, -100, gradient, bias)
+            loss_kernel.leave_gradients(logits, targets, -100, lse, losses, bias)
+    assert len(compiled) == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -56,6 +56,22 @@ def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, block: int) -> No
             compare(two, truth(logits, targets, factors)[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_bias_is_added_before_anything_is_rounded(dtype: torch.dtype) -> None:
+    from trainshort.models import loss_kernel
+
+    logits, targets = rows(5, 61, dtype)
+    bias, factors = 100.0 * torch.randn(61), torch.randn(5)  # so large that its sum with the logits is coarse
+    one, two, sums = logits.clone(), logits.clone(), logits.double() + bias.double()
+    losses, gradient = truth(sums, targets)
+    found, lse = loss_kernel.losses_of(one, targets, IGNORED, True, bias)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=4e-5)
+    torch.testing.assert_close(one.double(), gradient, rtol=torch.finfo(dtype).eps, atol=4e-5)
+    loss_kernel.leave_gradients(two, targets, IGNORED, lse, factors, bias)
+    expected = truth(sums, targets, factors)[1]
+    torch.testing.assert_close(two.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
 def test_strided_rows_and_numbers() -> None:
     """What lies between rows stays as it is; targets and factors may have strides."""
     from trainshort.models import loss_kernel
