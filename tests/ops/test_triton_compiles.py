@@ -190,6 +190,9 @@ def test_linear_layers_of_a_step(compiled: list[Any], rows: int, dtype: torch.dt
     linear(x, weight, norm=Norm("rmsnorm", gain, None, 1e-5), activation="silu")
     linear(x, weight[:1000], residual=torch.zeros(rows, 1000, dtype=dtype))
     assert len(compiled) == 3
+    long, gain = torch.zeros(rows, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    linear(long, torch.zeros(64, 4096, dtype=dtype), norm=Norm("layernorm", gain, gain, 1e-5))
+    assert len(compiled) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

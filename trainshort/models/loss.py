@@ -360,8 +360,12 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _sum_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     _refuse_double_backward()
     found = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    # Times the factor in float32: in 16 bits it would be rounded before it is used.
-    scaled = ((each.to(grad.dtype) * grad).to(dtype) if needed else None for each, dtype, needed in found)
+    # A factor of one dimension is not rounded to 16 bits before it is used, as one of none would be.
+    factor = grad.view(1)
+    scaled = (
+        torch.mul(each, factor, out=torch.empty_like(each, dtype=dtype)) if needed else None
+        for each, dtype, needed in found
+    )
     return *scaled, None, None, None
 
 
