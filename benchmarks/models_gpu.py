@@ -190,11 +190,17 @@ def first_step(name: str) -> float:
 
 
 def token_time(generate: Callable[[int], object], few: int = 32, many: int = 160) -> float:
-    """Seconds for a token: what more of them cost, so that prompt and capturing are left out."""
+    """Seconds for a token: what more of them cost, so that prompt and capturing are left out.
+
+    The shortest of each is taken before they are subtracted: a hiccup of the host in the shorter one would otherwise
+    count as speed.
+    """
     generate(few)
-    return min(seconds_of(lambda: generate(many), 1) - seconds_of(lambda: generate(few), 1) for _ in range(3)) / (
-        many - few
-    )
+    shorter, longer = [], []
+    for _ in range(5):
+        shorter.append(seconds_of(lambda: generate(few), 1))
+        longer.append(seconds_of(lambda: generate(many), 1))
+    return (min(longer) - min(shorter)) / (many - few)
 
 
 def greedy(model: ts.LanguageModel, prompt: Tensor) -> Callable[[int], object]:

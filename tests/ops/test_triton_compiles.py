@@ -169,10 +169,11 @@ def test_loss(compiled: list[Any], dtype: torch.dtype) -> None:
     targets = torch.zeros(3, dtype=torch.int64)
     for vocabulary in (61, 50257):
         logits = torch.zeros(3, vocabulary, dtype=dtype)
-        for gradient in (True, False):
-            losses, lse = loss_kernel.losses_of(logits, targets, -100, gradient)
-        loss_kernel.leave_gradients(logits, targets, -100, lse, losses)
-    assert len(compiled) == 6
+        for bias in (None, torch.zeros(vocabulary, dtype=dtype)):
+            for gradient in (True, False):
+                losses, lse = loss_kernel.losses_of(logits, targets, -100, gradient, bias)
+            loss_kernel.leave_gradients(logits, targets, -100, lse, losses, bias)
+    assert len(compiled) == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -217,6 +218,9 @@ def test_linear_layers_of_a_step(compiled: list[Any], rows: int, dtype: torch.dt
     linear(x, weight, norm=Norm("rmsnorm", gain, None, 1e-5), activation="silu")
     linear(x, weight[:1000], residual=torch.zeros(rows, 1000, dtype=dtype))
     assert len(compiled) == 3
+    long, gain = torch.zeros(rows, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    linear(long, torch.zeros(64, 4096, dtype=dtype), norm=Norm("layernorm", gain, gain, 1e-5))
+    assert len(compiled) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

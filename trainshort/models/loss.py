@@ -151,8 +151,8 @@ def _sum(
     _check_targets(targets, weight.shape[0], ignore_index)
     total = hidden.new_zeros((), dtype=_wide(hidden.dtype))
 
-    def add(logits: Tensor, rows: slice) -> None:
-        losses, _ = _losses_of(logits, targets[rows], ignore_index, any(wanted))
+    def add(logits: Tensor, offset: Tensor | None, rows: slice) -> None:
+        losses, _ = _losses_of(logits, offset, targets[rows], ignore_index, any(wanted))
         total.add_(losses.sum())
 
     return total, *_in_chunks(hidden, weight, bias, wanted, add)
@@ -165,8 +165,8 @@ def _rows(
     _check_targets(targets, weight.shape[0], ignore_index)
     losses, lse = (hidden.new_empty(len(hidden), dtype=_wide(hidden.dtype)) for _ in range(2))
 
-    def put(logits: Tensor, rows: slice) -> None:
-        losses[rows], lse[rows] = _losses_of(logits, targets[rows], ignore_index, False)
+    def put(logits: Tensor, offset: Tensor | None, rows: slice) -> None:
+        losses[rows], lse[rows] = _losses_of(logits, offset, targets[rows], ignore_index, False)
 
     _in_chunks(hidden, weight, bias, [False, False, False], put)
     return losses, lse
@@ -184,8 +184,8 @@ def _rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the sum of factors times losses."""
 
-    def leave(logits: Tensor, rows: slice) -> None:
-        _leave_gradients(logits, targets[rows], ignore_index, lse[rows], factors[rows])
+    def leave(logits: Tensor, offset: Tensor | None, rows: slice) -> None:
+        _leave_gradients(logits, offset, targets[rows], ignore_index, lse[rows], factors[rows])
 
     return _in_chunks(hidden, weight, bias, wanted, leave)
 
@@ -195,9 +195,10 @@ def _in_chunks(
     weight: Tensor,
     bias: Tensor | None,
     wanted: list[bool],
-    visit: Callable[[Tensor, slice], None],
+    visit: Callable[[Tensor, Tensor | None, slice], None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Let `visit` see the logits of each chunk of rows. If gradients are wanted, it leaves those of the logits there.
+    """Let `visit` see the logits of each chunk of rows, and the bias if it is not in them yet. If gradients are
+    wanted, it leaves those of the logits there.
 
     Returns the gradients of hidden, weight and bias, empty where they are not wanted.
     """
@@ -205,14 +206,15 @@ def _in_chunks(
     d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.detach().to(hidden.dtype)
-        offset = None if bias is None else bias.detach().to(hidden.dtype)
+        offset = None if bias is None else bias.detach().contiguous()
         for rows, logits in _chunks(hidden, matrix.shape[0]):
             chunk = hidden.detach()[rows]
-            if offset is None:
+            if offset is None or _has_kernel(logits):  # the kernel adds it, in float32
                 torch.mm(chunk, matrix.t(), out=logits)
+                visit(logits, offset, rows)
             else:
-                torch.addmm(offset, chunk, matrix.t(), out=logits)
-            visit(logits, rows)
+                torch.addmm(offset.to(hidden.dtype), chunk, matrix.t(), out=logits)
+                visit(logits, None, rows)
             if want_hidden:
                 torch.mm(logits, matrix, out=d_hidden[rows])
             if want_weight:
@@ -264,12 +266,15 @@ def _has_kernel(logits: Tensor) -> bool:
     return HAS_TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
-def _losses_of(logits: Tensor, targets: Tensor, ignore_index: int, gradient: bool) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exp of rows. gradient: leave that of the sum of the losses in place of the logits."""
+def _losses_of(
+    logits: Tensor, offset: Tensor | None, targets: Tensor, ignore_index: int, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exp of rows. gradient: leave that of the sum of the losses in place of the logits. offset:
+    a bias that is not in the logits, which the kernel adds."""
     if _has_kernel(logits):
         from trainshort.models import loss_kernel
 
-        return loss_kernel.losses_of(logits, targets, ignore_index, gradient)
+        return loss_kernel.losses_of(logits, targets, ignore_index, gradient, offset)
     counts = targets != ignore_index
     index = targets.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, 1, dtype=_wide(logits.dtype))
@@ -281,12 +286,14 @@ def _losses_of(logits: Tensor, targets: Tensor, ignore_index: int, gradient: boo
     return losses, lse
 
 
-def _leave_gradients(logits: Tensor, targets: Tensor, ignore_index: int, lse: Tensor, factors: Tensor) -> None:
+def _leave_gradients(
+    logits: Tensor, offset: Tensor | None, targets: Tensor, ignore_index: int, lse: Tensor, factors: Tensor
+) -> None:
     """Put the gradient of each row's loss, times its factor, in place of the logits."""
     if _has_kernel(logits):
         from trainshort.models import loss_kernel
 
-        loss_kernel.leave_gradients(logits, targets, ignore_index, lse, factors)
+        loss_kernel.leave_gradients(logits, targets, ignore_index, lse, factors, offset)
         return
     counts = targets != ignore_index
     index = targets.where(counts, 0)[:, None]
@@ -353,8 +360,12 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _sum_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     _refuse_double_backward()
     found = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    # Times the factor in float32: in 16 bits it would be rounded before it is used.
-    scaled = ((each.to(grad.dtype) * grad).to(dtype) if needed else None for each, dtype, needed in found)
+    # A factor of one dimension is not rounded to 16 bits before it is used, as one of none would be.
+    factor = grad.view(1)
+    scaled = (
+        torch.mul(each, factor, out=torch.empty_like(each, dtype=dtype)) if needed else None
+        for each, dtype, needed in found
+    )
     return *scaled, None, None, None
 
 

@@ -18,12 +18,12 @@ def small() -> dict[str, Any]:
 
 def small_124m() -> dict[str, Any]:
     """The smallest GPT-2: 124 million parameters with its vocabulary."""
-    return {"num_layers": 12, "d_model": 768, "num_heads": 12}
+    return {"num_layers": 12, "d_model": 768, "num_heads": 12, "activation": "gelu_tanh"}
 
 
 def medium_350m() -> dict[str, Any]:
     """GPT-2 medium."""
-    return {"num_layers": 24, "d_model": 1024, "num_heads": 16}
+    return {"num_layers": 24, "d_model": 1024, "num_heads": 16, "activation": "gelu_tanh"}
 
 
 def paper_wikitext103() -> dict[str, Any]:

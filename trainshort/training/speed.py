@@ -15,6 +15,7 @@ from trainshort.models import LanguageModel
 
 RECENT = 10.0  # seconds that the speed is taken over
 SIZE = 8192  # of the matrices whose product is timed
+WARM_UP = 0.5  # seconds of products before: a GPU that has rested is faster than it stays
 
 
 def operations_per_token(model: LanguageModel, length: int) -> int:
@@ -32,7 +33,7 @@ def operations_per_token(model: LanguageModel, length: int) -> int:
 
 
 def matrix_rate(device: torch.device, size: int = SIZE, repeats: int = 10) -> float | None:
-    """Operations a second of a bfloat16 product on a GPU; None elsewhere."""
+    """Operations a second of a bfloat16 product, as a GPU keeps it up; None elsewhere."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -40,14 +41,15 @@ def matrix_rate(device: torch.device, size: int = SIZE, repeats: int = 10) -> fl
         one, two = (torch.randn(size, size, dtype=torch.bfloat16, device=device, generator=random) for _ in range(2))
         out = torch.empty_like(one)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(3):
-            torch.mm(one, two, out=out)
-        start.record()
-        for _ in range(repeats):
-            torch.mm(one, two, out=out)
-        end.record()
-        end.synchronize()
-    return 2 * size**3 * repeats / (start.elapsed_time(end) / 1000)
+        began = time.monotonic()
+        while True:
+            start.record()
+            for _ in range(repeats):
+                torch.mm(one, two, out=out)
+            end.record()
+            end.synchronize()
+            if time.monotonic() - began > WARM_UP:
+                return 2 * size**3 * repeats / (start.elapsed_time(end) / 1000)
 
 
 class Speed:

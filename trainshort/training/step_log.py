@@ -85,7 +85,7 @@ class StepLog:
         self.speed.add(step)
         row = {"loss": loss, "lr": lr, "gradient_norm": norm}
         if (mfu := self.speed.mfu) is not None:
-            row["mfu"] = round(mfu, 4)
+            row["mfu"] = float(f"{mfu:.4g}")
         self.add_row(step, row)
         self.bar.update(step, loss, self.speed, self.keys_kept)
         if self.on_step is not None:

@@ -93,10 +93,16 @@ def test_a_weight_stored_by_columns() -> None:
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
 @pytest.mark.parametrize("outlier", [None, 0, -1])
 @pytest.mark.parametrize("inner", [64, 700])
-def test_norm(inner: int, outlier: int | None, mean: float, kind: str) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_norm(
+    monkeypatch: pytest.MonkeyPatch, apart: bool, inner: int, outlier: int | None, mean: float, kind: str
+) -> None:
     """As exact as a norm of its own in float32, also where the mean is much larger than the deviation, or a channel
-    than all others."""
+    than all others. apart: by the kernel for long rows."""
+    from trainshort.ops.triton import few_rows
     from trainshort.ops.triton.few_rows import Norm, linear
+
+    monkeypatch.setattr(few_rows, "WIDEST_NORMED", 0 if apart else 1536)
 
     generator = torch.Generator().manual_seed(inner)
     x = mean + torch.randn((2, inner), generator=generator)

@@ -34,11 +34,12 @@ def compare(found: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(found.double(), right, rtol=unit, atol=max(2.0**-22, 2 * smallest))
 
 
-@pytest.mark.parametrize("block", [8192, 16], ids=["one block", "many blocks"])
-def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+@pytest.mark.parametrize("largest", [32768, 16], ids=["one block", "many blocks"])
+def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
     from trainshort.models import loss_kernel
 
-    monkeypatch.setattr(loss_kernel, "LARGEST_BLOCK", block)
+    monkeypatch.setattr(loss_kernel, "LARGEST_ROW", largest)
+    monkeypatch.setattr(loss_kernel, "BLOCK", 16)
     for dtype in (torch.float32, torch.float16):
         for vocabulary in (1, 61, 64, 130):
             logits, targets = rows(5, vocabulary, dtype)
@@ -54,6 +55,22 @@ def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, block: int) -> No
             compare(one, gradient)
             loss_kernel.leave_gradients(two, targets, IGNORED, lse, factors)
             compare(two, truth(logits, targets, factors)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_bias_is_added_before_anything_is_rounded(dtype: torch.dtype) -> None:
+    from trainshort.models import loss_kernel
+
+    logits, targets = rows(5, 61, dtype)
+    bias, factors = 100.0 * torch.randn(61), torch.randn(5)  # so large that its sum with the logits is coarse
+    one, two, sums = logits.clone(), logits.clone(), logits.double() + bias.double()
+    losses, gradient = truth(sums, targets)
+    found, lse = loss_kernel.losses_of(one, targets, IGNORED, True, bias)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=4e-5)
+    torch.testing.assert_close(one.double(), gradient, rtol=torch.finfo(dtype).eps, atol=4e-5)
+    loss_kernel.leave_gradients(two, targets, IGNORED, lse, factors, bias)
+    expected = truth(sums, targets, factors)[1]
+    torch.testing.assert_close(two.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 def test_strided_rows_and_numbers() -> None:
@@ -75,12 +92,13 @@ def test_strided_rows_and_numbers() -> None:
     compare(again, right)
 
 
-@pytest.mark.parametrize("block", [8192, 16], ids=["one block", "many blocks"])
-def test_logits_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+@pytest.mark.parametrize("largest", [32768, 16], ids=["one block", "many blocks"])
+def test_logits_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
     """-inf is a token that can never be, also for a whole block; a row with NaN has a loss of NaN, others do not."""
     from trainshort.models import loss_kernel
 
-    monkeypatch.setattr(loss_kernel, "LARGEST_BLOCK", block)
+    monkeypatch.setattr(loss_kernel, "LARGEST_ROW", largest)
+    monkeypatch.setattr(loss_kernel, "BLOCK", 16)
     logits, targets = rows(6, 61, torch.float32)
     targets[:] = 50
     targets[5] = IGNORED

@@ -8,7 +8,8 @@ in float32 whatever the dtype, and finishes them.
 A norm of x needs no pass before: with mean and deviation of a row, found beside the products,
 w . ((x - mean) / deviation * g + z) = (w . (g x) - mean w . g) / deviation + w . z.
 To lose no digits where the mean is large, x is first shifted by one of its numbers: the middle one of three, as some
-channels of trained models are thousands of times as large as the others.
+channels of trained models are thousands of times as large as the others. For long rows these sums cost more than
+`norm_kernel`, which then comes before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trainshort.ops.triton.run import on_device
+
+WIDEST_NORMED = 1536  # numbers of a row up to which its norm is found beside the products
 
 
 @triton.jit
@@ -101,6 +104,23 @@ def activated(y, ACTIVATION: tl.constexpr):
     return y
 
 
+@triton.jit
+def norm_kernel(
+    X, GAIN, OFFSET, OUT, inner, eps, stride_x,
+    NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    there = k < inner
+    x = tl.load(X + row * stride_x + k, mask=there, other=0.0).to(tl.float32)
+    if NORM == "layernorm":
+        x = tl.where(there, x - tl.sum(x, 0) / inner, 0.0)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / inner + eps) * tl.load(GAIN + k, mask=there, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        y += tl.load(OFFSET + k, mask=there, other=0.0).to(tl.float32)
+    tl.store(OUT + row * inner + k, y.to(OUT.dtype.element_ty), mask=there)
+
+
 class Norm(NamedTuple):
     """A norm of the rows before a linear layer."""
 
@@ -124,6 +144,8 @@ def linear(
     x = x.reshape(-1, x.shape[-1])
     if residual is not None:
         residual = residual.reshape(-1, residual.shape[-1])
+    if norm is not None and x.shape[1] > WIDEST_NORMED:
+        x, norm = normed(x, norm), None
     rows, inner = x.shape
     columns = weight.shape[0]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -143,3 +165,15 @@ def linear(
             num_warps=1 if small else 4,
         )  # fmt: skip
     return out.view(shape)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of rows [rows, inner], each of them held by one program."""
+    rows, inner = x.shape
+    out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    with on_device(x):
+        norm_kernel[(rows,)](
+            X=x, GAIN=norm.weight, OFFSET=norm.bias, OUT=out, inner=inner, eps=norm.eps, stride_x=x.stride(0),
+            NORM=norm.kind, HAS_OFFSET=norm.bias is not None, BLOCK=triton.next_power_of_2(inner), num_warps=8,
+        )  # fmt: skip
+    return out

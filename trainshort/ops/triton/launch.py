@@ -42,7 +42,7 @@ from trainshort.ops.triton.driver import DirectLaunch, Kernel, Slice, Unsupporte
 from trainshort.ops.triton.shapes import UNIT, allows_tf32, gradient_of, layout_of, rows_contiguous
 from trainshort.ops.windows import visible_blocks
 
-PROGRAMS = 4 * 132  # of decoding: they keep a large GPU busy
+PROGRAMS = 512  # of decoding: they keep a large GPU busy
 MOST_SPLITS = 64  # of the keys, in decoding
 
 
