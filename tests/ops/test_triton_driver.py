@@ -189,7 +189,22 @@ def test_every_parameter_of_the_kernels_has_a_value() -> None:
             forward = about.forward_kernels(q, True)
             backward = about.backward_kernels(q, q, q, q, q, bias is not None)
             run = dict.fromkeys(
-                ("Q", "K", "V", "OUT", "LSE", "DO", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES", "DTABLE")
+                (
+                    "Q",
+                    "K",
+                    "V",
+                    "OUT",
+                    "LSE",
+                    "DO",
+                    "DLSE",
+                    "DELTA",
+                    "DQ",
+                    "DK",
+                    "DV",
+                    "DSLOPES",
+                    "DFUTURES",
+                    "DTABLE",
+                )
             )
             for kernel in (*forward, *backward):
                 plain = kernel._replace(tiles={})

@@ -48,6 +48,7 @@ class Problem:
     cu_seqlens: Tensor | None = None  # [documents + 1]
     query_start: int | Tensor | None = None  # position of query 0 among the keys
     key_norms: Tensor | None = None  # upper bounds of ‖k‖: [B, Hkv], a block of keys or a key each
+    wants_windows: bool = False  # whether it is to be told which keys were visited
 
     @property
     def start(self) -> int | Tensor:

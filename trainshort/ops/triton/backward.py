@@ -92,8 +92,8 @@ def _query_range(
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
-    Q, K, V, DO, OUT, LSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST, LAST,
-    SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, OUT, LSE, DLSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST,
+    LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
@@ -102,6 +102,7 @@ def query_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -140,6 +141,8 @@ def query_kernel(
     o = load_rows(OUT, b, h, row, o_base, stride_ot, nq, D, BD, BM, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = (b * H + h).to(tl.int64) * Tq + q0 + r
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + at, mask=r < nq, other=0.0)
     delta = tl.where(some, delta, 0.0)
     tl.store(DELTA + at, delta, mask=r < nq)
     lse = tl.load(LSE + at, mask=r < nq, other=float("inf"))

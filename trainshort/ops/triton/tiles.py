@@ -19,6 +19,7 @@ Pointers are in capitals, and so are numbers that a kernel is compiled for. A po
 is None:
 
     Q K V OUT LSE   inputs and results; LSE is a log2. DO, DQ, DK, DV: gradients. DELTA: row sums of DO * OUT
+    DLSE            the gradient of the natural log-sum-exp, if it has one: taken from DELTA
     SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
     SEES ORDER      by head: `sees` where heads differ; heads from steep to gentle where that is not their own order
