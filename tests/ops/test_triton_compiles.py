@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16_80_odd_heads": {"dim": 80, "heads": 3, "dtype": torch.float16},
     "float32_128": {"dim": 128, "dtype": torch.float32},
     "symmetric": {"dim": 64, "causal": False, "want_bias": True},
+    "gradient_of_the_lse": {"dim": 64, "lse_gradient": True},
     "one_sided": {"dim": 64, "causal": False, "bias": sided},
     "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
     "no_bias_grouped": {"dim": 128, "bias": lambda heads: None, "kv_heads": 1},
@@ -121,7 +122,9 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
         tolerance=DEFAULT_TOLERANCE[q.dtype], **about,
     )  # fmt: skip
-    run.backward(problem, q, *run.forward(problem), case.get("want_bias", False))
+    out, lse, windows = run.forward(problem)
+    grad_lse = lse if case.get("lse_gradient", False) else None
+    run.backward(problem, q, grad_lse, out, lse, windows, case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
 
 

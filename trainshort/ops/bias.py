@@ -61,13 +61,17 @@ class KernelBias(NamedTuple):
     futures: Tensor | None = None
     line: Tensor | None = None  # float32 [H, 2 max_distance + 1]: the bias by distance, in units of log2
     buckets: Tensor | None = None  # int32 [2 max_distance + 1]: the bucket of each distance
-    by_row: bool = False  # slopes [B, H]
+    levels: Tensor | None = None  # of a decay: c for earlier keys, float64 [B or 1, H, T], like the next three
+    ahead: Tensor | None = None  # c for later keys
+    gate_first: Tensor | None = None  # int32: the first key that each position may see; None for times
+    ahead_end: Tensor | None = None  # int32: one past the last
+    by_row: bool = False  # slopes [B, H], levels [B, H, T]
     offset: float = 0.0
     max_distance: int = 0
     bucket_count: int = 1
 
 
-NO_BIAS, LINEAR, BUCKET = 0, 1, 2  # KernelBias.kind
+NO_BIAS, LINEAR, BUCKET, DECAY = 0, 1, 2, 3  # KernelBias.kind
 
 
 class Bias:
@@ -296,8 +300,8 @@ class LinearBias(Bias):
         return {"slopes": fold_rows(sums["past"], self.slopes), "future": fold_rows(sums["future"], self.future)}
 
     def for_kernels(self, batch: int) -> KernelBias:
-        slopes = _for_kernels(self.slopes)
-        futures = slopes if self.future is None else _for_kernels(self.future)
+        slopes = aligned(self.slopes)
+        futures = slopes if self.future is None else aligned(self.future)
         if futures.dim() != slopes.dim():
             shape = (batch, slopes.shape[-1])
             slopes, futures = slopes.expand(shape).contiguous(), futures.expand(shape).contiguous()
@@ -416,7 +420,7 @@ def fold_rows(gradient: Tensor, slopes: Tensor) -> Tensor:
     return (gradient if slopes.dim() == 2 else gradient.sum(0)).to(slopes.dtype)
 
 
-def _for_kernels(slopes: Tensor) -> Tensor:
-    """Float32, contiguous, at an address that is a multiple of 16."""
-    slopes = slopes.detach().float().contiguous()
-    return slopes if slopes.data_ptr() % 16 == 0 else slopes.clone()
+def aligned(numbers: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a dtype, contiguous, at an address that is a multiple of 16."""
+    numbers = numbers.detach().to(dtype).contiguous()
+    return numbers if numbers.data_ptr() % 16 == 0 else numbers.clone()

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE, Bias, fold_rows
+from trainshort.ops.bias import DECAY, LARGEST_SLOPE, Bias, KernelBias, aligned, fold_rows
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -201,6 +201,27 @@ class DecayBias(Bias):
             else:
                 found[name] = (total.sum(0, keepdim=True) if tensor.shape[0] == 1 else total).to(tensor.dtype)
         return found
+
+    def for_kernels(self, batch: int) -> KernelBias:
+        past, later = self.levels()
+        levels = aligned(past, torch.float64)
+        if self.rates is not None:
+            rates = torch.atleast_2d(self.rates).expand(past.shape[0], -1)
+            return KernelBias(DECAY, aligned(rates), levels=levels, ahead=levels, by_row=past.shape[0] > 1)
+        assert self.gate_first is not None
+        found = KernelBias(DECAY, levels=levels, gate_first=aligned(self.gate_first, torch.int32))
+        if self.ahead_sums is not None and self.ahead_end is not None:
+            ahead, end = aligned(later, torch.float64), aligned(self.ahead_end, torch.int32)
+            found = found._replace(ahead=ahead, ahead_end=end)
+        shared = {tensor.shape[0] for tensor in (found.levels, found.ahead) if tensor is not None} == {1}
+        return found if shared else found._replace(**_by_row(found, batch))
+
+
+def _by_row(bias: KernelBias, batch: int) -> dict[str, Any]:
+    """The tensors of a decay with a row for each of the batch."""
+    named = {name: getattr(bias, name) for name in ("levels", "ahead", "gate_first", "ahead_end")}
+    rows = {name: t.expand(batch, -1, -1).contiguous() for name, t in named.items() if t is not None}
+    return {"by_row": True, **rows}
 
 
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}

@@ -95,8 +95,6 @@ def why_not_triton(q: Tensor) -> str | None:
 
 
 def _why_not_kernels(problem: Problem) -> str | None:
-    if isinstance(problem.bias, DecayBias):
-        return "it does not take a DecayBias yet"
     return why_not_triton(problem.q)
 
 
@@ -113,6 +111,8 @@ def _why_not_triton_decoding(problem: Problem) -> str | None:
         return "it takes a few causal queries a row"
     if problem.wants_windows:
         return "it does not tell which keys it visits"
+    if isinstance(problem.bias, DecayBias):
+        return "it does not take a DecayBias yet"
     return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None
 
 

@@ -217,7 +217,6 @@ FEATURES |= {
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
     "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
 }  # fmt: skip
-WITHOUT_KERNELS = [name for name in FEATURES if name.startswith(("gates", "borders", "times"))]
 
 
 def feature_case(place: Place, feature: str, **more: Any) -> Case:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.ops.budget import FACTOR, size
-from tests.ops.contract.features import FEATURES, WITHOUT_KERNELS, feature_case
+from tests.ops.contract.features import FEATURES, feature_case
 from tests.ops.contract.places import MODES, NOT_INTERPRETED, WITH_WINDOWS, Place, at, formats, slow_in_interpreter
 from tests.ops.dense import LEAVES, Case, Results, bias_of, dense, scores_of, values_of
 from trainshort.ops import attention
@@ -30,11 +30,6 @@ def returned(case: Case, backend: str) -> ts.AttentionOutput:
         case.q, case.k, case.v, bias=case.bias, backend=backend, return_lse=True, return_windows=True,
         **case.arguments(),
     )  # fmt: skip
-
-
-def skip_without_kernels(feature: str, place: Place) -> None:
-    if feature in WITHOUT_KERNELS and place.backend == "triton":
-        pytest.skip("no kernels for a DecayBias yet")
 
 
 def exact_lse(case: Case) -> Tensor:
@@ -93,7 +88,6 @@ def test_lse_and_windows(feature: str, mode: str, place: Place) -> None:
 
 
 def check_all(feature: str, mode: str, place: Place) -> None:
-    skip_without_kernels(feature, place)
     case = feature_case(place, feature, **MODES[mode])
     found = returned(case, place.backend)
     check_lse(case, found.lse)
@@ -204,7 +198,6 @@ def lse_budget(case: Case, truth: Results) -> Results:
 @formats(torch.float32)
 @pytest.mark.parametrize("feature", SOME)
 def test_gradient_of_the_lse(feature: str, dtype: torch.dtype, place: Place) -> None:
-    skip_without_kernels(feature, place)
     for tolerance in (None,) if place.interpreted else (0.0, None):
         case = feature_case(place, feature, tolerance=tolerance)
         truth = lse_gradients(case, None, torch.float64, with_out=False)

@@ -17,17 +17,23 @@ import triton.language as tl
 from trainshort.ops.triton.forward import key_ranges
 from trainshort.ops.triton.tiles import (
     BUCKET,
+    DECAY,
     FUTURE,
     LINEAR,
+    LN2,
     MASKED,
     NO_BIAS,
     PAST,
     ROWS,
     UNIT,
+    among_keys,
     full_bias,
+    key_term,
+    levels_of,
     load_rows,
     place,
     position,
+    query_term,
     sees_of,
     sight,
     some_sees,
@@ -38,13 +44,15 @@ from trainshort.ops.triton.tiles import (
 
 @triton.jit
 def _query_range(
-    dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-    stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
+    dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+    stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+    max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    DBIAS: tl.constexpr, NB: tl.constexpr,
+    GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias."""
+    """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias.
+    anchor, row_term: of a decay, on the side of this range."""
     for key in tl.range(first, end, BN, num_stages=STAGES):
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
@@ -52,9 +60,15 @@ def _query_range(
         s = tl.dot(q, k.T, input_precision=PRECISION) * log2_scale
         if SIDE == MASKED:
             if BIAS != NO_BIAS:
-                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, max_distance, BIAS, CAUSAL)
+                s += full_bias(
+                    LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
+                )
             s -= lse[:, None]
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
+        elif BIAS == DECAY:
+            column = key_term(LEVELS, AHEAD, j, nk, anchor, SIDE)
+            s += column[None, :]
+            s += (row_term - lse)[:, None]
         else:
             row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += column[None, :]
@@ -76,6 +90,23 @@ def _query_range(
             else:
                 dpast += tl.sum(ds * tl.where(d > 0, 0.0, d), 1)
                 dfuture += tl.sum(ds * tl.where(d > 0, offset - d, 0.0), 1)
+        if DBIAS and BIAS == DECAY:
+            if GATES:
+                if SIDE == PAST or CAUSAL:
+                    dpast += tl.sum(ds, 1)
+                elif SIDE == FUTURE:
+                    dfuture += tl.sum(ds, 1)
+                else:
+                    later = j[None, :] > p[:, None]
+                    dpast += tl.sum(tl.where(later, 0.0, ds), 1)
+                    dfuture += tl.sum(tl.where(later, ds, 0.0), 1)
+            elif SIDE == MASKED:
+                bias = full_bias(
+                    LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
+                )
+                dpast += tl.sum(ds * bias, 1)
+            else:
+                dpast += tl.sum(ds * (row_term[:, None] + column[None, :]), 1)
         if DBIAS and BIAS == BUCKET:
             if SIDE == MASKED:
                 d = j[None, :] - p[:, None]
@@ -92,17 +123,17 @@ def _query_range(
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
-    Q, K, V, DO, OUT, LSE, DLSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, SLOPES, FUTURES, SEES, LINE, BUCKETS, FIRST,
-    LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, OUT, LSE, DLSE, DELTA, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS, ROW_SUMS_AHEAD, SLOPES, FUTURES,
+    SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
-    stride_slope, stride_window,
+    stride_slope, stride_level, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
+    GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
+    NB: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -126,14 +157,29 @@ def query_kernel(
         mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
     if BIAS == BUCKET:
         LINE += h * (2 * max_distance + 1)
+    if BIAS == DECAY:
+        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+        LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
+            LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
+        )
     unit0 = (b * H + h) * stride_window
     if PACKED:
         unit0 += tl.load(UNIT0 + tl.load(BLOCKS + 2 * (tile * BM // ROWS)))
     r = row + tl.arange(0, BM)
     p = position(start, r, nk, max_distance, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)
-    lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
+    lo, hi, some = sight(
+        r, nq, nk, start, sees, FIRST, LAST, unit0, GATE_FIRST, AHEAD_END, k0, CAUSAL, WINDOWS, GATES
+    )
     ref = position(start, row, nk, max_distance, CAUSAL)
+    anchor, row_term, anchor_ahead, row_term_ahead = 0.0, 0.0, 0.0, 0.0
+    if BIAS == DECAY:  # between the queries and what they look back to, or ahead
+        anchor = tl.load(LEVELS + among_keys(ref, nk))
+        row_term = query_term(LEVELS, AHEAD, p, nk, anchor, PAST)
+        if not CAUSAL:
+            last_row = tl.minimum(row + BM, nq) - 1
+            anchor_ahead = tl.load(AHEAD + among_keys(start + last_row, nk))
+            row_term_ahead = query_term(LEVELS, AHEAD, p, nk, anchor_ahead, FUTURE)
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, max_distance, BN, BIAS, CAUSAL)
 
     q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
@@ -151,30 +197,31 @@ def query_kernel(
     dfuture = tl.zeros([BM], tl.float32)
     dtable = tl.zeros([NB], tl.float32)
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
-        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
-        D, BD, BN, BIAS, CAUSAL, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-        stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
-        D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+            stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
+            offset, max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES,
+            DBIAS, NB,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, b, hk, k_base, v_base, stride_kt,
-            stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
+            stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+            max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * scale, 0.0)
     store_rows(DQ, dq, row, dq_base, stride_dqt, nq, D, BD, BM)
@@ -186,17 +233,27 @@ def query_kernel(
                 tl.store(DFUTURES + partial, tl.sum(tl.where(some, dfuture, 0.0), 0))
         if BIAS == BUCKET:
             tl.store(DTABLE + partial * NB + tl.arange(0, NB), dtable)
+        if BIAS == DECAY:
+            if GATES:
+                tl.store(ROW_SUMS + at, tl.where(some, dpast, 0.0), mask=r < nq)
+                if not CAUSAL:
+                    tl.store(ROW_SUMS_AHEAD + at, tl.where(some, dfuture, 0.0), mask=r < nq)
+            else:  # of ds times the bias in units of log2, which is the slope times what counts
+                slope = tl.load(SLOPES + b * stride_slope + h)
+                tl.store(DSLOPES + partial, tl.sum(tl.where(some, dpast, 0.0), 0) * LN2 / slope)
 
 
 @triton.jit
 def _key_range(
-    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, nq,
-    nk, first, end, j, start, sees, ref, mp, mf, offset, max_distance, log2_scale,
+    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, b, h,
+    q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref, anchor, own_term,
+    mp, mf, offset, max_distance, log2_scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    BLIND: tl.constexpr,
+    GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """Take in the query tiles of one range."""
+    """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries
+    that look back to each key, or ahead to it. anchor, own_term: of a decay, on the side of this range."""
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
         p = position(start, r, nk, max_distance, CAUSAL)
@@ -205,7 +262,9 @@ def _key_range(
         lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
         if SIDE == MASKED:
-            lo, hi, some = sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL, WINDOWS)
+            lo, hi, some = sight(
+                r, nq, nk, start, sees, FIRST, LAST, unit0, GATE_FIRST, AHEAD_END, k0, CAUSAL, WINDOWS, GATES
+            )
             if BLIND:  # what stands in queries that see nothing must not even be multiplied by zero
                 q = tl.where(some[:, None], q, 0.0).to(q.dtype)
                 do = tl.where(some[:, None], do, 0.0).to(do.dtype)
@@ -213,33 +272,63 @@ def _key_range(
         if SIDE == MASKED:
             seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]) & some[None, :]
             if BIAS != NO_BIAS:
-                s += full_bias(LINE, p[None, :], j[:, None], mp, mf, offset, max_distance, BIAS, CAUSAL)
+                s += full_bias(
+                    LINE, LEVELS, AHEAD, p[None, :], j[:, None], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
+                )
             w = tl.exp2(tl.where(seen, s - lse[None, :], -float("inf")))
+        elif BIAS == DECAY:
+            s += own_term[:, None]
+            w = tl.exp2(s + (query_term(LEVELS, AHEAD, p, nk, anchor, SIDE) - lse)[None, :])
         else:
-            query_term, key_term = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
-            s += key_term[:, None]
-            w = tl.exp2(s + (query_term - lse)[None, :])
+            row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
+            s += column[:, None]
+            w = tl.exp2(s + (row - lse)[None, :])
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         ds = w * (dp - delta[None, :])
         if SIDE == MASKED:
             ds = tl.where(seen, ds, 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
+        if DBIAS:
+            if SIDE == PAST or CAUSAL:
+                past += tl.sum(ds, 1)
+            elif SIDE == FUTURE:
+                future += tl.sum(ds, 1)
+            else:
+                later = j[:, None] > p[None, :]
+                past += tl.sum(tl.where(later, 0.0, ds), 1)
+                future += tl.sum(tl.where(later, ds, 0.0), 1)
+    return dk, dv, past, future
+
+
+@triton.jit
+def _rows_up_to(BORDERS, limit, first, end, start, nk):
+    """The first row of [first, end) whose border, which rises, lies beyond `limit`: `end` where none does."""
+    low, high = first, tl.maximum(end, first)
+    # Borders are rare: most of the time all rows are on one side of them.
+    low = tl.where(tl.load(BORDERS + among_keys(start + high - 1, nk)) <= limit, high, low)
+    high = tl.where(tl.load(BORDERS + among_keys(start + low, nk)) > limit, low, high)
+    while low < high:
+        middle = (low + high) // 2
+        inside = tl.load(BORDERS + among_keys(start + middle, nk)) <= limit
+        low = tl.where(inside, middle + 1, low)
+        high = tl.where(inside, high, middle)
+    return low
 
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
-    Q, K, V, DO, LSE, DELTA, DK, DV, SLOPES, FUTURES, SEES, LINE, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER,
-    UNIT0,
+    Q, K, V, DO, LSE, DELTA, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD,
+    GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    stride_slope, stride_window,
+    stride_slope, stride_level, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
+    GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
+    DBIAS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1)
@@ -271,6 +360,20 @@ def key_kernel(
             mf = tl.load(FUTURES + b * stride_slope + h) * 1.4426950408889634
         if BIAS == BUCKET:
             line += h * (2 * max_distance + 1)
+        levels, ahead, gate_first, ahead_end = LEVELS, AHEAD, GATE_FIRST, AHEAD_END
+        anchor, own_term, anchor_ahead, own_term_ahead = 0.0, 0.0, 0.0, 0.0
+        if BIAS == DECAY:
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            levels, ahead, gate_first, ahead_end = levels_of(
+                LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
+            )
+            anchor = tl.load(levels + key_last)
+            own_term = key_term(levels, ahead, j, nk, anchor, PAST)
+            if not CAUSAL:
+                anchor_ahead = tl.load(ahead + key)
+                own_term_ahead = key_term(levels, ahead, j, nk, anchor_ahead, FUTURE)
+        past = tl.zeros([BN], tl.float32)
+        future = tl.zeros([BN], tl.float32)
         sees = sees_of(SEES, h, CAUSAL, SIDED)
         unit0 = (b * H + h) * stride_window
         until0 = (b * H + h) * stride_window + key // UNIT
@@ -297,22 +400,56 @@ def key_kernel(
             if SIDED:
                 n2 = tl.where(sees == 2, r1, n2)
             n1 = tl.where(sees == 1, r0, tl.minimum(tl.maximum(n1, r0), n2))
-            dk, dv = _key_range(
-                dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
-                unit0, nq, nk, r0, n1, j, start, sees, key, mp, mf, offset, max_distance, log2_scale,
-                D, BD, BM, BIAS, CAUSAL, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
+            if GATES:  # rows in front of a border see a part of these keys, those further in front none
+                sees_some = _rows_up_to(ahead_end, k0 + key, r0, n1, start, nk)
+                sees_all = _rows_up_to(ahead_end, k0 + key_last, sees_some, n1, start, nk)
+                n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
+                r0 = sees_some // BM * BM
+                dk, dv, past, future = _key_range(
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                    ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n0, j,
+                    start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                    D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                )  # fmt: skip
+                r0 = n0
+            dk, dv, past, future = _key_range(
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
+                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
             )  # fmt: skip
             m0 = n1
-        dk, dv = _key_range(
-            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
-            unit0, nq, nk, m0, n2, j, start, sees, key, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BM, BIAS, CAUSAL, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND,
+        dk, dv, past, future = _key_range(
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j,
+            start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
-        dk, dv = _key_range(
-            dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, b, h, q_base, do_base, at, stride_qt, stride_dot,
-            unit0, nq, nk, n2, r1, j, start, sees, key + BN, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BM, BIAS, CAUSAL, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND,
+        n3 = r1
+        if GATES:  # rows behind a border see a part of these keys, those further behind none
+            rows = tl.minimum(r1, nq)
+            sees_all = _rows_up_to(gate_first, k0 + key, n2, rows, start, nk)
+            sees_some = _rows_up_to(gate_first, k0 + key_last, sees_all, rows, start, nk)
+            n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
+            r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
+        dk, dv, past, future = _key_range(
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j,
+            start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS,
         )  # fmt: skip
+        if GATES:
+            dk, dv, past, future = _key_range(
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j,
+                start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+            )  # fmt: skip
+        if DBIAS:
+            sums_at = (b * H + h).to(tl.int64) * Tk + k0 + j
+            tl.store(COLUMN_SUMS + sums_at, past, mask=j < nk)
+            if not CAUSAL:
+                tl.store(COLUMN_SUMS_AHEAD + sums_at, future, mask=j < nk)
     dk_base = b.to(tl.int64) * stride_dkb + hk.to(tl.int64) * stride_dkh + k0.to(tl.int64) * stride_dkt
     dv_base = b.to(tl.int64) * stride_dvb + hk.to(tl.int64) * stride_dvh + k0.to(tl.int64) * stride_dvt
     store_rows(DK, dk * scale, key, dk_base, stride_dkt, nk, D, BD, BN)

@@ -31,7 +31,8 @@ class Features(NamedTuple):
     bias: int  # KernelBias.kind
     sights: tuple[Sight, ...]
     offset: float
-    by_row: bool  # slopes [B, H]
+    by_row: bool  # slopes [B, H], levels [B, H, T]
+    gates: bool  # of a DecayBias: gates, which may be closed; else times
     max_distance: int  # of a BucketBias
     buckets: int
     ragged: bool  # padding, or a start for each row
@@ -75,6 +76,10 @@ def describe(problem: Problem) -> Call:
         "FUTURES": bias.futures,
         "LINE": bias.line,
         "BUCKETS": bias.buckets,
+        "LEVELS": bias.levels,
+        "AHEAD": bias.ahead,
+        "GATE_FIRST": bias.gate_first,
+        "AHEAD_END": bias.ahead_end,
         "SEQ": None,  # int32 [sequences, 5]
         "BLOCKS": None,  # int32 [blocks, 2]: document, block in it
         "UNIT0": None,  # int32 [documents]: first unit of each
@@ -111,6 +116,7 @@ def _features(problem: Problem, bias: KernelBias) -> Features:
         sights=problem.sights,
         offset=bias.offset,
         by_row=bias.by_row,
+        gates=bias.gate_first is not None,
         max_distance=bias.max_distance,
         buckets=bias.bucket_count,
         ragged=problem.key_padding_mask is not None or isinstance(start, Tensor),

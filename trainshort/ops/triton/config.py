@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trainshort.ops.bias import KernelBias, alibi_slopes
+from trainshort.ops.bias import DECAY, KernelBias, alibi_slopes
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.triton import append, backward, decode, forward, rotate, windows
 from trainshort.ops.triton.cache import CACHE
@@ -30,9 +30,19 @@ _SIGHTS = {"past": 1, "future": 2, "both": 3}
 # Names by which kernels know slices of the tensors `windows` and `scratch`.
 _SLICES = (
     "FIRST", "LAST", "UNTIL", "SINCE", "QUERY_NORM", "COMMON", "CENTER", "NORM", "NORM_PAST", "NORM_AHEAD", "PASTS",
-    "MOST_PAST", "AHEADS", "MOST_AHEAD", "FROM", "TO", "FOUND_FIRST", "FOUND_LAST",
+    "MOST_PAST", "AHEADS", "MOST_AHEAD", "REACH_PAST", "REACH_AHEAD", "FROM", "TO", "FOUND_FIRST", "FOUND_LAST",
 )  # fmt: skip
-_FUTURE = ("LAST", "SINCE", "NORM_AHEAD", "AHEADS", "MOST_AHEAD", "TO", "FOUND_LAST")  # absent if causal
+_OF_DECAY = ("REACH_PAST", "REACH_AHEAD")
+_FUTURE = (
+    "LAST",
+    "SINCE",
+    "NORM_AHEAD",
+    "AHEADS",
+    "MOST_AHEAD",
+    "REACH_AHEAD",
+    "TO",
+    "FOUND_LAST",
+)  # absent if causal
 
 
 def interpreted() -> bool:
@@ -97,15 +107,17 @@ class Config:
             "MOST_PAST": by_head,
             "AHEADS": by_head,
             "MOST_AHEAD": by_head,
+            "REACH_PAST": by_head,
+            "REACH_AHEAD": by_head,
             "FROM": parts,
             "TO": parts,
             "FOUND_FIRST": parts,
             "FOUND_LAST": parts,
         }
-        if self.causal:
-            for name in _FUTURE:
-                window_sizes.pop(name, None)
-                scratch_sizes.pop(name, None)
+        absent = set(_FUTURE if self.causal else ()) | set(() if self.features.bias == DECAY else _OF_DECAY)
+        for name in absent:
+            window_sizes.pop(name, None)
+            scratch_sizes.pop(name, None)
         window_starts = accumulate(window_sizes.values(), initial=0)
         scratch_starts = list(accumulate((-(-size // 4) * 4 for size in scratch_sizes.values()), initial=0))
         integers = ("FROM", "TO", "FOUND_FIRST", "FOUND_LAST")
@@ -134,6 +146,7 @@ class Config:
             "SEES": _numbers(sights, q.device) if sided else None,
             "ORDER": _numbers(_steepest_first(self.heads), q.device) if ordered else None,
             "stride_slope": self.heads if features.by_row else 0,
+            "stride_level": self.heads * self.keys if features.by_row else 0,
             "stride_found": self.units * self.unit_parts,
             "stride_window": self.width,
             "units": self.units,
@@ -148,6 +161,7 @@ class Config:
             "D": self.dim,
             "BD": block_dim(self.dim),
             "BIAS": features.bias,
+            "GATES": features.gates,
             "CAUSAL": self.causal,
             "RAGGED": features.ragged,
             "PACKED": self.packed,
@@ -217,6 +231,7 @@ class Config:
                 **strides("do", grad),
                 **strides("dk", dk),
                 **strides("dv", dv),
+                DBIAS=want_bias and self.features.gates,
                 ORDERED=self.values["ORDERED"] and self.group == 1,
             ),
         ]

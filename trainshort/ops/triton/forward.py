@@ -21,26 +21,39 @@ import triton.language as tl
 
 from trainshort.ops.triton.tiles import (
     BUCKET,
+    DECAY,
     FAR,
     FUTURE,
     LINEAR,
+    LN2,
+    LOG2E,
     MASKED,
     NEAR,
     NO_BIAS,
     PAST,
     ROWS,
     UNIT,
+    among_keys,
     full_bias,
+    key_term,
+    levels_of,
     load_rows,
     place,
     position,
+    query_term,
     sees_of,
     sight,
     some_sees,
     split_bias,
     store_rows,
 )
-from trainshort.ops.triton.windows import first_needed, last_needed, lengths
+from trainshort.ops.triton.windows import (
+    first_needed,
+    first_needed_by_levels,
+    last_needed,
+    last_needed_by_levels,
+    lengths,
+)
 
 
 @triton.jit
@@ -68,14 +81,22 @@ def key_ranges(lo, hi, some, p, max_distance, BN: tl.constexpr, BIAS: tl.constex
 
 
 @triton.jit
+def mean_fall(LEVELS, first, end, nk):
+    """What c falls by from key to key of a range, in units of log2: on average, and at least a little."""
+    fallen = tl.abs(tl.load(LEVELS + among_keys(first, nk)) - tl.load(LEVELS + among_keys(end, nk))).to(tl.float32)
+    return tl.maximum(fallen * LOG2E / tl.maximum(end - first, 1).to(tl.float32), 1e-5)
+
+
+@triton.jit
 def _visit(
-    acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-    first, end, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow,
+    acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq,
+    start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass, grow,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take in the key tiles of one range, upwards or DOWN. rest: the mass since the tile in `found`, if TRACKed."""
+    """Take in the key tiles of one range, upwards or DOWN. rest: the mass since the tile in `found`, if TRACKed.
+    anchor, row_term: of a decay, on the side of this range."""
     for step in tl.range(first, end, BN, num_stages=STAGES):
         key = step
         if DOWN:
@@ -86,9 +107,17 @@ def _visit(
         if SIDE == MASKED or SIDE == NEAR:
             if CAUSAL and BIAS == LINEAR and SIDE == MASKED:
                 s += (mp * (j - ref).to(tl.float32))[None, :]
+            elif CAUSAL and BIAS == DECAY and SIDE == MASKED:
+                s += key_term(LEVELS, AHEAD, j, nk, anchor, PAST)[None, :]
             elif BIAS != NO_BIAS:
-                s += full_bias(LINE, p[:, None], j[None, :], mp, mf, offset, max_distance, BIAS, CAUSAL)
+                s += full_bias(
+                    LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
+                )
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
+        elif BIAS == DECAY:
+            s += key_term(LEVELS, AHEAD, j, nk, anchor, SIDE)[None, :]
+            if not CAUSAL:
+                s += row_term[:, None]
         else:
             row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             if BIAS != NO_BIAS:
@@ -119,15 +148,17 @@ def _visit(
 
 @triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, QUERY_NORM, COMMON, CENTER, NORM, PASTS, NORM_PAST, MOST_PAST,
-    NORM_AHEAD, MOST_AHEAD, FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, QUERY_NORM, COMMON, CENTER,
+    NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, REACH_PAST, REACH_AHEAD,
+    FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_slope, units, blocks,
+    stride_ob, stride_oh, stride_ot, stride_slope, stride_level, units, blocks,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr, COARSE: tl.constexpr,
+    GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
+    COARSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
@@ -151,12 +182,30 @@ def forward_kernel(
         mp, mf = past_slope * 1.4426950408889634, future_slope * 1.4426950408889634
     if BIAS == BUCKET:
         LINE += h * (2 * max_distance + 1)
+    if BIAS == DECAY:
+        LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
+            LEVELS,
+            AHEAD,
+            GATE_FIRST,
+            AHEAD_END,
+            b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0,
+            CAUSAL,
+            GATES,
+        )
     r = row + tl.arange(0, BM)
     p = position(start, r, nk, max_distance, CAUSAL)
     sees = sees_of(SEES, h, CAUSAL, SIDED)
-    lo, hi, some = sight(r, nq, nk, start, sees, FROM, TO, 0, CAUSAL, False)
+    lo, hi, some = sight(r, nq, nk, start, sees, FROM, TO, 0, GATE_FIRST, AHEAD_END, k0, CAUSAL, False, GATES)
     ref = position(start, row, nk, max_distance, CAUSAL)
     after = (p - ref).to(tl.float32)
+    anchor, row_term, anchor_ahead, row_term_ahead = 0.0, after, 0.0, after
+    if BIAS == DECAY:  # between the queries and what they look back to, or ahead
+        anchor = tl.load(LEVELS + among_keys(ref, nk))
+        row_term = query_term(LEVELS, AHEAD, p, nk, anchor, PAST)
+        if not CAUSAL:
+            last_row = tl.minimum(row + BM, nq) - 1
+            anchor_ahead = tl.load(AHEAD + among_keys(position(start, last_row, nk, max_distance, CAUSAL), nk))
+            row_term_ahead = query_term(LEVELS, AHEAD, p, nk, anchor_ahead, FUTURE)
     c0, u0, n1, n2, u1, c1 = key_ranges(lo, hi, some, p, max_distance, BN, BIAS, CAUSAL)
     near0, near1 = n1, n2
     if WINDOWS:
@@ -198,41 +247,61 @@ def forward_kernel(
     found = tl.zeros([BM], tl.int32) + near0
     grow = 1.0
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-        near0, near1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL,
-        NEAR, SIDED, True, False, TMA, PRECISION, STAGES,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
+        nq, start, sees, near0, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale,
+        mass, grow, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES,
     )  # fmt: skip
     if WINDOWS:
         near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
         # Rounding, of the scores.
         near -= x * ((D + 40) * 1.1920929e-7 * (longest + 2.0 * common) + COARSE * (longest + common)) + 0.002
         x = tl.where((x < 1e30) & (near > -1e30), x, float("inf"))
-        first = first_needed(
-            x, near, some, ref, after, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own,
-            past_slope, budget, last_unit, key_units,
-        )  # fmt: skip
+        if BIAS == DECAY:
+            first = first_needed_by_levels(
+                x, near, some, row_term * LN2, anchor, near0 // UNIT, LEVELS, REACH_PAST + in_head, PASTS + in_head,
+                NORM_PAST + in_key_head, X, norm, past, budget, nk,
+            )  # fmt: skip
+        else:
+            first = first_needed(
+                x, near, some, ref, after, NORM + in_key_head, PASTS + in_head, X, norm, past, past > 1.1 * own,
+                past_slope, budget, last_unit, key_units,
+            )  # fmt: skip
         c0, u0 = tl.maximum(c0, first * UNIT), tl.maximum(u0, first * UNIT)
         if not CAUSAL:
-            last = last_needed(x, near, some, ref, after, X, norm_ahead, ahead, future_slope, offset, budget, nk)
+            if BIAS == DECAY:
+                last = last_needed_by_levels(
+                    x, near, some, row_term_ahead * LN2, anchor_ahead, (near1 + UNIT - 1) // UNIT, AHEAD,
+                    REACH_AHEAD + in_head, AHEADS + in_head, NORM_AHEAD + in_key_head, X, norm_ahead, ahead, budget,
+                    key_units,
+                )  # fmt: skip
+            else:
+                last = last_needed(x, near, some, ref, after, X, norm_ahead, ahead, future_slope, offset, budget, nk)
             c1, u1 = tl.minimum(c1, last * UNIT), tl.minimum(u1, last * UNIT)
     if TRACK:
+        if BIAS == DECAY:  # the mean over the keys that will be visited
+            mp = mean_fall(LEVELS, c0, near0, nk)
         grow = 1.75 / (1.0 - tl.exp2(-mp * BN))
     near_max, far_max = row_max, row_max
     if CAUSAL and BIAS == LINEAR:  # from here on without the query's term of the bias
         row_max += mp * after
         far_max = row_max
+    if CAUSAL and BIAS == DECAY:
+        row_max -= row_term
+        far_max = row_max
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-        u0, near0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL,
-        PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
+        nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
+        grow, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES,
     )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees,
-        c0, u0, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, MASKED,
-        SIDED, True, TRACK, TMA, PRECISION, 1,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
+        nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
+        grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
+    if CAUSAL and BIAS == DECAY:
+        row_max = tl.where(row_max == far_max, near_max, row_max + row_term)
     if TRACK:
         G: tl.constexpr = BM if BM < UNIT else UNIT
         unit0 = (b * H + h) * units
@@ -247,16 +316,19 @@ def forward_kernel(
         rest = tl.zeros([BM], tl.float32)
         found = tl.zeros([BM], tl.int32) + near1
         if TRACK:
+            if BIAS == DECAY:
+                mf = mean_fall(AHEAD, near1, c1, nk)
             grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start,
-            sees, near1, u1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS,
-            CAUSAL, FUTURE, SIDED, False, TRACK, TMA, PRECISION, STAGES,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
+            nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
+            max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK, TMA,
+            PRECISION, STAGES,
         )  # fmt: skip
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start,
-            sees, u1, c1, p, lo, hi, ref, mp, mf, offset, max_distance, log2_scale, mass, grow, D, BD, BN, BIAS,
-            CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION, 1,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
+            nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset, max_distance,
+            log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION, 1,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainshort.ops.bias import BUCKET, LINEAR, KernelBias
+from trainshort.ops.bias import BUCKET, DECAY, LINEAR, KernelBias
 from trainshort.ops.problem import Problem
 from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.call import (
@@ -188,10 +188,12 @@ def backward(
             "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **partials, **call.values,
             "DLSE": None if grad_lse is None else _aligned(grad_lse),
         })  # fmt: skip
-    return dq, dk, dv, _summed(partials) if want_bias else None
+    return dq, dk, dv, _summed(call, config, partials) if want_bias else None
 
 
-_NO_PARTIALS: dict[str, Tensor | None] = {"DSLOPES": None, "DFUTURES": None, "DTABLE": None}
+_NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
+    ("DSLOPES", "DFUTURES", "DTABLE", "ROW_SUMS", "COLUMN_SUMS", "ROW_SUMS_AHEAD", "COLUMN_SUMS_AHEAD")
+)
 
 
 def _partials(config: Config) -> dict[str, Tensor | None]:
@@ -203,12 +205,60 @@ def _partials(config: Config) -> dict[str, Tensor | None]:
         return _NO_PARTIALS | {"DSLOPES": past, "DFUTURES": future}
     if config.features.bias == BUCKET:
         return _NO_PARTIALS | {"DTABLE": torch.zeros((*shape, config.buckets), dtype=torch.float32, device=device)}
+    if config.features.gates:
+        sizes = {"ROW_SUMS": config.queries, "COLUMN_SUMS": config.keys}
+        if not config.causal:
+            sizes |= {f"{name}_AHEAD": size for name, size in sizes.items()}
+        shapes = {name: (config.batch, config.heads, size) for name, size in sizes.items()}
+        return _NO_PARTIALS | {
+            name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()
+        }
+    if config.features.bias == DECAY:
+        return _NO_PARTIALS | {"DSLOPES": torch.zeros(shape, dtype=torch.float32, device=device)}
     return _NO_PARTIALS
 
 
-def _summed(partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    names = {"DSLOPES": "past", "DFUTURES": "future", "DTABLE": "table"}
+def _summed(call: Call, config: Config, partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    if config.features.gates:
+        return _by_token(call, config, partials)
+    past = "rates" if config.features.bias == DECAY else "past"
+    names = {"DSLOPES": past, "DFUTURES": "future", "DTABLE": "table"}
     return {names[name]: each.double().sum(2) for name, each in partials.items() if each is not None}
+
+
+def _by_token(call: Call, config: Config, partials: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradient of c: what the rows of queries sum to, at their places among the keys, less what columns do; with
+    the opposite sign for later keys."""
+    found = {}
+    for name, side, sign in (("gate_sums", "", 1.0), ("ahead_sums", "_AHEAD", -1.0)):
+        rows, columns = partials[f"ROW_SUMS{side}"], partials[f"COLUMN_SUMS{side}"]
+        if rows is not None and columns is not None:
+            found[name] = (_at_places(call, config, rows.double()) - columns.double()) * sign
+    return found
+
+
+def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
+    """Numbers of queries [B, H, Tq], added up at the keys where these stand: [B, H, Tk]."""
+    queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
+    start = call.values["start"]
+    assert isinstance(start, int)
+    if config.packed:
+        return rows
+    if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
+        return torch.nn.functional.pad(rows, (start, keys - queries - start))
+    index = torch.arange(queries, device=rows.device)
+    if isinstance(sequences, Tensor):
+        _, _, first, count, begin = sequences.long()[..., None].unbind(1)  # [B, 1] each
+        place = first + torch.minimum(begin + index, count - 1).clamp(min=0)
+    else:
+        place = (start + index).clamp(0, keys - 1)[None]
+    row, head, place = torch.broadcast_tensors(
+        torch.arange(config.batch, device=rows.device)[:, None, None],
+        torch.arange(config.heads, device=rows.device)[:, None],
+        place[:, None],
+    )
+    # Not scatter_add: queries beyond all keys share a place, and the order of atomics would show.
+    return rows.new_zeros((config.batch, config.heads, keys)).index_put((row, head, place), rows, accumulate=True)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Legend, for every kernel of this package:
     lo hi           keys that a query sees: lo <= j < hi (padding, document, sight and certified window all together)
     mp mf           slopes of past and future, in units of log2: bias mp (j - p) for j <= p, else mf (p + offset - j)
     ref             a position near the tile: distances are taken from it, so that float32 holds them exactly
+    anchor          the same of a decay: c at a position near the tile, in float64 (and anchor_ahead, of later keys)
     sees            1: the past, 2: the future, 3: both (the query's own position always)
     row_max l acc   of each query: the largest score so far, the sum of w = 2^(score - row_max), and of w v
     log2_scale      scale * log2 e
@@ -22,6 +23,8 @@ is None:
     DLSE            the gradient of the natural log-sum-exp, if it has one: taken from DELTA
     SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
+    LEVELS AHEAD    of a DecayBias: c for earlier and for later keys, float64 [B or 1, H, Tk] (stride_level by row)
+    GATE_FIRST AHEAD_END  of gates, like LEVELS: the first key that each position may see, and one past the last
     SEES ORDER      by head: `sees` where heads differ; heads from steep to gentle where that is not their own order
     SEQ BLOCKS UNIT0  of ragged problems: see below; by block of ROWS: its document and its place in it; by document:
                     its first unit
@@ -41,8 +44,10 @@ from trainshort.ops.triton import shapes
 
 UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
 NO_BIAS, LINEAR, BUCKET = tl.constexpr(bias.NO_BIAS), tl.constexpr(bias.LINEAR), tl.constexpr(bias.BUCKET)
+DECAY = tl.constexpr(bias.DECAY)
 MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FAR = tl.constexpr(1 << 30)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -119,8 +124,12 @@ def position(start, r, nk, max_distance, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL: tl.constexpr, WINDOWS: tl.constexpr):
-    """The keys [lo, hi) that rows r see, and which rows see any. unit0: of the sequence, in FIRST and LAST."""
+def sight(
+    r, nq, nk, start, sees, FIRST, LAST, unit0, GATE_FIRST, AHEAD_END, k0,
+    CAUSAL: tl.constexpr, WINDOWS: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """The keys [lo, hi) that rows r see, and which rows see any. unit0: of the sequence, in FIRST and LAST.
+    GATE_FIRST, AHEAD_END: of the sequence, which begins at key k0 of the row."""
     p = start + r
     lo = tl.zeros_like(r)
     hi = tl.zeros_like(r) + nk
@@ -136,6 +145,11 @@ def sight(r, nq, nk, start, sees, FIRST, LAST, unit0, CAUSAL: tl.constexpr, WIND
         lo = tl.maximum(lo, tl.load(FIRST + unit, mask=inside, other=0) * UNIT)
         if not CAUSAL:
             hi = tl.minimum(hi, tl.load(LAST + unit, mask=inside, other=0) * UNIT)
+    if GATES:
+        at = among_keys(p, nk)
+        lo = tl.maximum(lo, tl.load(GATE_FIRST + at) - k0)
+        if not CAUSAL:
+            hi = tl.minimum(hi, tl.load(AHEAD_END + at) - k0)
     return lo, hi, some
 
 
@@ -149,7 +163,32 @@ def some_sees(j, start, nq, nk, sees):
 
 
 @triton.jit
-def full_bias(LINE, p, j, mp, mf, offset, max_distance, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
+def levels_of(LEVELS, AHEAD, GATE_FIRST, AHEAD_END, at, CAUSAL: tl.constexpr, GATES: tl.constexpr):
+    """What a DecayBias has of a sequence of a head, which begins `at` so many numbers."""
+    LEVELS += at
+    if not CAUSAL:
+        AHEAD += at
+    if GATES:
+        GATE_FIRST += at
+        if not CAUSAL:
+            AHEAD_END += at
+    return LEVELS, AHEAD, GATE_FIRST, AHEAD_END
+
+
+@triton.jit
+def among_keys(p, nk):
+    """Positions p, those beyond all nk keys put on the nearest: there a query takes its c and its borders."""
+    return tl.maximum(tl.minimum(p, nk - 1), 0)
+
+
+@triton.jit
+def fall(LEVELS, at, nk, anchor):
+    """c at positions less that of the anchor, in units of log2: taken in float64, rounded to float32 once."""
+    return (tl.load(LEVELS + at, mask=at < nk, other=0.0) - anchor).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def full_bias(LINE, LEVELS, AHEAD, p, j, nk, mp, mf, offset, max_distance, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
     """The bias at positions p and j (broadcast against each other), in units of log2."""
     d = j - p
     if BIAS == LINEAR:
@@ -158,6 +197,10 @@ def full_bias(LINE, p, j, mp, mf, offset, max_distance, BIAS: tl.constexpr, CAUS
             bias = mp * x
         else:
             bias = tl.where(d > 0, mf * (offset - x), mp * x)
+    elif BIAS == DECAY:  # near the diagonal, where c may fall far between the tile's tokens: pair by pair
+        bias = -fall(LEVELS, j, nk, tl.load(LEVELS + among_keys(p, nk)))
+        if not CAUSAL:
+            bias = tl.where(d > 0, fall(AHEAD, j, nk, tl.load(AHEAD + among_keys(p, nk))), bias)
     elif BIAS == BUCKET:
         bias = tl.load(LINE + tl.minimum(tl.maximum(d, -max_distance), max_distance) + max_distance)
     else:
@@ -167,7 +210,8 @@ def full_bias(LINE, p, j, mp, mf, offset, max_distance, BIAS: tl.constexpr, CAUS
 
 @triton.jit
 def split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS: tl.constexpr, SIDE: tl.constexpr):
-    """The bias far from the diagonal as a term of the query plus a term of the key."""
+    """The bias far from the diagonal as a term of the query plus a term of the key. Not of a decay: see `query_term`
+    and `key_term`."""
     row = (p - ref).to(tl.float32)
     column = (j - ref).to(tl.float32)
     if BIAS == LINEAR:
@@ -180,3 +224,24 @@ def split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS: tl.constexpr
     else:
         row, column = row * 0.0, column * 0.0
     return row, column
+
+
+@triton.jit
+def query_term(LEVELS, AHEAD, p, nk, anchor, SIDE: tl.constexpr):
+    """A decay's bias far from the diagonal is this plus `key_term`. anchor: c between the queries and the keys, so
+    that both are at most zero, and what is rounded of a large one only meets a weight that is as small."""
+    at = among_keys(p, nk)
+    if SIDE == PAST:
+        term = fall(LEVELS, at, nk, anchor)
+    else:
+        term = -fall(AHEAD, at, nk, anchor)
+    return term
+
+
+@triton.jit
+def key_term(LEVELS, AHEAD, j, nk, anchor, SIDE: tl.constexpr):
+    if SIDE == PAST:
+        term = -fall(LEVELS, j, nk, anchor)
+    else:
+        term = fall(AHEAD, j, nk, anchor)
+    return term

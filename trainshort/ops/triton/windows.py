@@ -34,10 +34,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.ops.triton.tiles import FAR, ROWS, UNIT, extent, load_rows, place
+from trainshort.ops.triton.tiles import DECAY, FAR, ROWS, UNIT, extent, load_rows, place
 
 SAMPLE = tl.constexpr(32)  # rows
 CHUNK = tl.constexpr(128)  # units that are looked at together
+ROUNDING = tl.constexpr(2.0**-20)  # of a few operations in float32, relative
 UNDERFLOW = tl.constexpr(2.0**-63)  # the square of a smaller number is lost in float32
 
 
@@ -72,6 +73,25 @@ def _effective(n, norm, inside, x, slope, away):
     return tl.where(effective <= norm, effective, norm)  # NaN as well
 
 
+@triton.jit
+def _log_sum(exponent, inside):
+    """ln of the sum of exp(exponent) of each unit, infinite where one is. Units without keys: NaN, never read."""
+    most = tl.max(tl.where(inside, exponent, -float("inf")), 1)
+    total = tl.log(tl.sum(tl.where(inside, tl.exp(exponent - most[:, None]), 0.0), 1))
+    return tl.where(most < float("inf"), most + total, float("inf"))
+
+
+@triton.jit
+def _weigh_units(LEVELS, n, inside, keys, nearest, x, nk):
+    """Of each unit, ln of the sum over its keys of e^-away and of e^(x n - away), with away the fall of c between a
+    key and that of the unit which is nearest to the queries. keys: positions, [ROWS]; nearest: [units]."""
+    level = _units(tl.load(LEVELS + keys, mask=keys < nk, other=0.0))
+    away = tl.abs(level - tl.load(LEVELS + nearest)[:, None]).to(tl.float32)
+    # Each product and difference is rounded to 2^-24 of itself.
+    weighed = x * tl.where(n < 1e30, n, float("inf")) * (1.0 + ROUNDING) - away * (1.0 - ROUNDING)
+    return _log_sum(-away, inside), _log_sum(weighed, inside)
+
+
 @triton.jit(do_not_specialize=["start"])
 def sample_kernel(
     Q, K, CENTER, COMMON, QUERY_NORM, SEQ, start, scale,
@@ -100,10 +120,10 @@ def sample_kernel(
 
 @triton.jit(do_not_specialize=["start", "blocks"])
 def bounds_kernel(
-    K, SLOPES, FUTURES, CENTER, QUERY_NORM, NORM, PASTS, AHEADS, SEQ, BLOCKS, start,
-    stride_kb, stride_kh, stride_kt, stride_slope, H, Hk, group, Tq, Tk, blocks,
-    D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr,
+    K, SLOPES, FUTURES, LEVELS, AHEAD, CENTER, QUERY_NORM, NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, SEQ, BLOCKS,
+    start, stride_kb, stride_kh, stride_kt, stride_slope, stride_level, H, Hk, group, Tq, Tk, blocks,
+    D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     b = tl.program_id(1)
@@ -129,11 +149,29 @@ def bounds_kernel(
         h = hk * group + member
         x = tl.load(QUERY_NORM + sequence * H + h)
         at_head = (b * H + h) * units + unit
-        past_slope = tl.load(SLOPES + b * stride_slope + h)
-        tl.store(PASTS + at_head, _effective(n, norm, inside, x, past_slope, -step + (UNIT - 1)))
-        if not CAUSAL:
-            future_slope = tl.load(FUTURES + b * stride_slope + h)
-            tl.store(AHEADS + at_head, _effective(n, norm, inside, x, future_slope, step))
+        if BIAS == DECAY:
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            begin = row + tl.arange(0, ROWS // UNIT) * UNIT
+            reach, past = _weigh_units(LEVELS + level_at, n, inside, row + r, unit_end(begin, nk), x, nk)
+            tl.store(REACH_PAST + at_head, reach)
+            tl.store(PASTS + at_head, past)
+            if not CAUSAL:
+                nearest = tl.minimum(begin, nk - 1)
+                reach, ahead = _weigh_units(AHEAD + level_at, n, inside, row + r, nearest, x, nk)
+                tl.store(REACH_AHEAD + at_head, reach)
+                tl.store(AHEADS + at_head, ahead)
+        else:
+            past_slope = tl.load(SLOPES + b * stride_slope + h)
+            tl.store(PASTS + at_head, _effective(n, norm, inside, x, past_slope, -step + (UNIT - 1)))
+            if not CAUSAL:
+                future_slope = tl.load(FUTURES + b * stride_slope + h)
+                tl.store(AHEADS + at_head, _effective(n, norm, inside, x, future_slope, step))
+
+
+@triton.jit
+def unit_end(begin, nk):
+    """The last key of units that begin at these."""
+    return tl.minimum(begin + UNIT, nk) - 1
 
 
 @triton.jit
@@ -157,16 +195,68 @@ def _running_largest(VALUES, MOST, n, b, BACK: tl.constexpr, TOGETHER: tl.conste
         tl.store(MOST + index, value, mask=index < n)
 
 
+@triton.jit
+def _log_add(a, b):
+    most = tl.maximum(a, b)
+    total = most + tl.log(1.0 + tl.exp(tl.minimum(a, b) - most))
+    return tl.where((most > -float("inf")) & (most < float("inf")), total, most)
+
+
+@triton.jit
+def _joined(fall_a, reach_a, weight_a, fall_b, reach_b, weight_b):
+    """Two stretches of units as one: what c falls over it, and two ln sums as seen from the end of b."""
+    return fall_a + fall_b, _log_add(reach_a - fall_b, reach_b), _log_add(weight_a - fall_b, weight_b)
+
+
+@triton.jit
+def _running_sums(LEVELS, REACH, WEIGHTS, MOST, x, n, nk, b, BACK: tl.constexpr, TOGETHER: tl.constexpr):
+    """Of n units: ln of the sum of e^-away over all keys up to each unit (or from it on), seen from its key that is
+    nearest to the queries, in REACH; K, which with REACH bounds what they weigh, in WEIGHTS; its largest in MOST."""
+    reach_before, weight_before = b * 0.0 - float("inf"), b * 0.0 - float("inf")
+    carry = b * 0.0
+    chunks = (n + TOGETHER - 1) // TOGETHER
+    for chunk in range(chunks):
+        at = chunk
+        if BACK:
+            at = chunks - 1 - chunk
+        index = at * TOGETHER + tl.arange(0, TOGETHER)
+        inside = index < n
+        if BACK:
+            nearest, before = index * UNIT, (index + 1) * UNIT
+            since = inside & (index + 1 < n)
+        else:
+            nearest, before = unit_end(index * UNIT, nk), index * UNIT - 1
+            since = inside & (index > 0)
+        level = tl.load(LEVELS + nearest, mask=inside, other=0.0)
+        fall = tl.abs(tl.load(LEVELS + before, mask=since, other=0.0) - level).to(tl.float32)
+        # Falls are added in float32, once a step of the scan: less than they are, however they are rounded.
+        fall = tl.where(since, fall * (1.0 - 4.0 * ROUNDING), 0.0)
+        reach = tl.load(REACH + index, mask=inside, other=-float("inf"))
+        weight = tl.load(WEIGHTS + index, mask=inside, other=-float("inf"))
+        fall, reach, weight = tl.associative_scan((fall, reach, weight), 0, _joined, reverse=BACK)
+        reach, weight = _log_add(reach_before - fall, reach), _log_add(weight_before - fall, weight)
+        last = index == (at * TOGETHER if BACK else at * TOGETHER + TOGETHER - 1)
+        reach_before = tl.max(tl.where(last, reach, -float("inf")), 0)
+        weight_before = tl.max(tl.where(last, weight, -float("inf")), 0)
+        # A step of the scan is rounded to some 2^-21 of its ln: a hundred of them.
+        effective = tl.maximum(weight * (1.0 + 64.0 * ROUNDING) + 0.002 - reach, 0.0) / x
+        most = tl.maximum(tl.associative_scan(tl.where(inside, effective, 0.0), 0, _larger, reverse=BACK), carry)
+        carry = tl.max(most, 0)
+        tl.store(REACH + index, reach + 0.002, mask=inside)
+        tl.store(WEIGHTS + index, effective, mask=inside)
+        tl.store(MOST + index, most, mask=inside)
+
+
 @triton.jit(do_not_specialize=["start", "blocks"])
 def largest_kernel(
-    NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, SEQ, UNIT0, start,
-    H, Hk, group, Tq, Tk, blocks,
+    NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, LEVELS, AHEAD, QUERY_NORM, NORM_PAST, MOST_PAST, NORM_AHEAD,
+    MOST_AHEAD, SEQ, UNIT0, start, stride_level, H, Hk, group, Tq, Tk, blocks, BIAS: tl.constexpr,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     hk = tl.program_id(1)
     b = sequence * 0 if PACKED else sequence
-    _q0, _nq, _k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
+    _q0, _nq, k0, nk, _s = extent(SEQ, sequence, Tq, Tk, start, CAUSAL, RAGGED or PACKED)
     n = (nk + UNIT - 1) // UNIT
     units = blocks * (ROWS // UNIT)
     unit0 = b * 0
@@ -177,10 +267,22 @@ def largest_kernel(
     if not CAUSAL:
         _running_largest(NORM + at, NORM_AHEAD + at, n, b, True, TOGETHER)
     for member in range(group):
-        at = (b * H + hk * group + member) * units + unit0
-        _running_largest(PASTS + at, MOST_PAST + at, n, b, False, TOGETHER)
-        if not CAUSAL:
-            _running_largest(AHEADS + at, MOST_AHEAD + at, n, b, True, TOGETHER)
+        h = hk * group + member
+        at = (b * H + h) * units + unit0
+        if BIAS == DECAY:
+            x = tl.load(QUERY_NORM + sequence * H + h)
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            _running_sums(
+                LEVELS + level_at, REACH_PAST + at, PASTS + at, MOST_PAST + at, x, n, nk, b, False, TOGETHER
+            )
+            if not CAUSAL:
+                _running_sums(
+                    AHEAD + level_at, REACH_AHEAD + at, AHEADS + at, MOST_AHEAD + at, x, n, nk, b, True, TOGETHER
+                )
+        else:
+            _running_largest(PASTS + at, MOST_PAST + at, n, b, False, TOGETHER)
+            if not CAUSAL:
+                _running_largest(AHEADS + at, MOST_AHEAD + at, n, b, True, TOGETHER)
 
 
 @triton.jit
@@ -238,6 +340,70 @@ def last_needed(x, near, some, origin, after, X, norm, ahead, slope, offset, bud
     last = tl.where((last > -16777216.0) & (last < 16777216.0), tl.ceil(last).to(tl.int32) + 1, FAR)
     most = tl.max(tl.where(some, tl.minimum(origin + last, FAR), 0), 0)
     return (tl.maximum(tl.minimum(most, nk), 0) + UNIT - 1) // UNIT
+
+
+@triton.jit
+def _spare(x, near, some, term, X, K, norm, budget):
+    """What keys may weigh as seen from the anchor, ln: with one K for all units, by query; and with each unit's own,
+    for the longest query, whose length comes third. term: of each query, at most zero, in nats."""
+    known = (x < 1e30) & (near < 1e30)  # NaN compares false
+    spare = tl.where(known, near - budget - 0.01 - term * (1.0 - ROUNDING), -float("inf"))
+    by_query = tl.where(known, spare - _stretch(x, X, K, norm) * (1.0 + ROUNDING), -float("inf"))
+    return (
+        tl.min(tl.where(some, by_query, float("inf")), 0),
+        tl.min(tl.where(some, spare, float("inf")), 0),
+        tl.max(tl.where(some, x, 0.0), 0),
+    )
+
+
+@triton.jit
+def _weighs_little(LEVELS, reaches, units_K, norms, index, inside, nearest, anchor, X, by_query, spare, most):
+    """Whether all keys from these units outwards hold too little."""
+    gap = -tl.abs(tl.load(LEVELS + nearest, mask=inside, other=0.0) - anchor).to(tl.float32)
+    reach = tl.load(reaches + index, mask=inside, other=0.0) + gap * (1.0 - ROUNDING)
+    K = tl.load(units_K + index, mask=inside, other=0.0)
+    norm = tl.load(norms + index, mask=inside, other=0.0)
+    own = reach + _stretch(most, X, K, norm) * (1.0 + ROUNDING)
+    return inside & ((reach <= by_query) | (own <= spare))
+
+
+@triton.jit
+def first_needed_by_levels(
+    x, near, some, term, anchor, end, LEVELS, reaches, pasts, norms, X, norm, past, budget, nk
+):
+    """`first_needed` for a decay: the keys of all units up to one hold little if they do as seen from its last key.
+    end: one past the last unit in front of the queries."""
+    by_query, spare, most = _spare(x, near, some, term, X, past, norm, budget)
+    found = end * 0
+    chunk = (end - 1) // CHUNK
+    while (chunk >= 0) & (found == 0):
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        little = _weighs_little(
+            LEVELS, reaches, pasts, norms, index, index < end, unit_end(index * UNIT, nk), anchor, X, by_query,
+            spare, most,
+        )  # fmt: skip
+        found = tl.max(tl.where(little, index + 1, 0), 0)
+        chunk -= 1
+    return found
+
+
+@triton.jit
+def last_needed_by_levels(
+    x, near, some, term, anchor, first, LEVELS, reaches, aheads, norms, X, norm, ahead, budget, key_units
+):
+    """`last_needed` for a decay. first: the first unit behind the queries."""
+    by_query, spare, most = _spare(x, near, some, term, X, ahead, norm, budget)
+    found = first * 0 + key_units
+    chunk = first // CHUNK
+    while (chunk * CHUNK < key_units) & (found == key_units):
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = (index >= first) & (index < key_units)
+        little = _weighs_little(
+            LEVELS, reaches, aheads, norms, index, inside, index * UNIT, anchor, X, by_query, spare, most
+        )
+        found = tl.min(tl.where(little, index, key_units), 0)
+        chunk += 1
+    return found
 
 
 @triton.jit
