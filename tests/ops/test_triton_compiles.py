@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32_128": {"dim": 128, "dtype": torch.float32},
     "symmetric": {"dim": 64, "causal": False, "want_bias": True},
     "gradient_of_the_lse": {"dim": 64, "lse_gradient": True},
+    "dropout": {"dim": 64, "dropout": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
     "one_sided": {"dim": 64, "causal": False, "bias": sided},
     "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
     "no_bias_grouped": {"dim": 128, "bias": lambda heads: None, "kv_heads": 1},
@@ -117,7 +118,9 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     batch, heads, dim = case["batch"], case["heads"], case["dim"]
     q = torch.zeros(batch, heads, 640, dim, dtype=case["dtype"])
     k = torch.zeros(batch, case.get("kv_heads", heads), case["keys"], dim, dtype=case["dtype"])
-    about = {key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start") if key in case}
+    about = {
+        key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start", "dropout", "seed") if key in case
+    }
     problem = Problem(
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
         tolerance=DEFAULT_TOLERANCE[q.dtype], **about,

@@ -8,6 +8,7 @@ The functions here check their arguments and describe the call as a `Problem`; d
     values.py      what the contents of its small tensors must be
     dispatch.py    which backend and path takes a problem, or why not
     operators.py   the backends as registered operators, for autograd and compilers
+    dropout.py     which weights are dropped
     results.py     what can be returned besides the output: log-sum-exp, windows
     reference.py   the specification: dense, reads like the formula
     sdpa.py        torch's own kernels, where there is no bias
@@ -68,6 +69,8 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     cu_seqlens: Tensor | None = None,
     query_start: int | Tensor | None = None,
     key_norms: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
@@ -90,6 +93,11 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             tokens cached before this call. Keys after the last query are never looked at.
         key_norms: Upper bounds of the keys' norms, kept beside a cache so that a decoding step finds its window
             without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
+        dropout: The probability, in [0, 1), that the weight of a query on a key is dropped after the softmax; others
+            are divided by 1 - dropout. For training: it does not ask whether gradients are recorded.
+        seed: Of the dropout: an int, or an int64 tensor on q's device. Which weights are dropped depends on it and on
+            row, head, query and key, and is the same on every backend and device. None: a new one from torch's
+            generator of q's device at each call.
         backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
 
     Returns:
@@ -118,6 +126,8 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         cu_seqlens=cu_seqlens,
         query_start=query_start,
         key_norms=key_norms,
+        dropout=dropout,
+        seed=seed,
         backend=backend,
     )
 
@@ -127,22 +137,25 @@ def alibi_attention(  # noqa: PLR0913  a public signature
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
     tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, return_lse: Literal[False] = False,
-    return_windows: Literal[False] = False, backend: str = "auto",
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[False] = False, return_windows: Literal[False] = False,
+    backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
     tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, return_lse: Literal[True],
-    return_windows: bool = False, backend: str = "auto",
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[True], return_windows: bool = False,
+    backend: str = "auto",
 ) -> AttentionOutput: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
     tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, return_lse: bool = False,
-    return_windows: Literal[True], backend: str = "auto",
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, return_windows: Literal[True],
+    backend: str = "auto",
 ) -> AttentionOutput: ...  # fmt: skip
 def attention(  # noqa: PLR0913  a public signature
     q: Tensor,
@@ -157,6 +170,8 @@ def attention(  # noqa: PLR0913  a public signature
     cu_seqlens: Tensor | None = None,
     query_start: int | Tensor | None = None,
     key_norms: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     return_windows: bool = False,
     backend: str = "auto",
@@ -184,7 +199,7 @@ def attention(  # noqa: PLR0913  a public signature
     _check_backend(backend)
     key = None
     asks_more = return_lse or return_windows
-    plain = key_padding_mask is None and cu_seqlens is None and key_norms is None and not asks_more
+    plain = key_padding_mask is None and cu_seqlens is None and key_norms is None and not (asks_more or dropout)
     if plain and isinstance(bias, LinearBias) and _runs_on_triton(q, backend):
         key = triton_backend.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
         cached = None if key is None else triton_backend.cached_call(key)
@@ -202,6 +217,8 @@ def attention(  # noqa: PLR0913  a public signature
         cu_seqlens=cu_seqlens,
         query_start=query_start,
         key_norms=key_norms,
+        dropout=dropout,
+        seed=seed,
         wants_windows=bool(return_windows),
     )
     if asks_more:

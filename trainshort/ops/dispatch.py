@@ -111,6 +111,8 @@ def _why_not_triton_decoding(problem: Problem) -> str | None:
         return "it takes a few causal queries a row"
     if problem.wants_windows:
         return "it does not tell which keys it visits"
+    if problem.dropout:
+        return "it takes no dropout"
     if isinstance(problem.bias, DecayBias):
         return "it does not take a DecayBias yet"
     return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None

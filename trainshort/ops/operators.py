@@ -74,7 +74,7 @@ _BIAS_FIELDS = {kind: [field.name for field in fields(kind)] for kind in BIASES}
 def pack(problem: Problem) -> tuple[Any, ...]:
     """The arguments of an operator that stand for a problem."""
     values: dict[str, Any] = {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
-    values["scale"], values["tolerance"] = float(problem.scale), float(problem.tolerance)
+    values |= {name: float(values[name]) for name in ("scale", "tolerance", "dropout")}
     if isinstance(problem.query_start, Tensor):
         values["query_start"], values["query_starts"] = None, problem.query_start
     if problem.bias is not None:

@@ -22,13 +22,14 @@ from trainshort.ops import attention
 
 SOME = ["causal_steep", "symmetric_steep", "one_sided", "left_right_slopes", "bucket", "grouped", "packed_steep",
         "left_padding", "right_padding_symmetric", "query_start_beyond_the_keys", "query_start_before_symmetric",
-        "padding_and_query_start", "no_bias", "gates", "borders_and_padding", "times_both_sides"]  # fmt: skip
+        "padding_and_query_start", "no_bias", "dropout", "gates", "borders_and_padding",
+        "times_both_sides"]  # fmt: skip
 
 
 def returned(case: Case, backend: str) -> ts.AttentionOutput:
     return attention(
         case.q, case.k, case.v, bias=case.bias, backend=backend, return_lse=True, return_windows=True,
-        **case.arguments(),
+        **case.arguments(), **case.dropped(),
     )  # fmt: skip
 
 
@@ -151,8 +152,9 @@ def lse_gradients(case: Case, backend: str | None, dtype: torch.dtype | None, wi
         lse = lse.masked_fill(blind[..., 0], -math.inf)
     else:
         found = attention(
-            given.q, given.k, given.v, bias=given.bias, backend=backend, return_lse=True, **given.arguments()
-        )
+            given.q, given.k, given.v, bias=given.bias, backend=backend, return_lse=True,
+            **given.arguments(), **given.dropped(),
+        )  # fmt: skip
         out, lse = found.out, found.lse
     grad, grad_lse = upstreams(case)
     results, given_gradients = ([out, lse], [grad, grad_lse]) if with_out else ([lse], [grad_lse])

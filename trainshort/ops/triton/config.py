@@ -172,6 +172,7 @@ class Config:
             "PRECISION": self.precision,
             "COARSE": COARSE[self.precision],
             "BLIND": features.blind,
+            "DROPOUT": features.dropout,
             "NB": self.buckets,
             "PARTS": self.unit_parts,
             "TOGETHER": min(1024, triton.next_power_of_2(max(self.units, self.key_units))),
