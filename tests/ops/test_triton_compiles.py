@@ -15,6 +15,7 @@ import torch
 import trainshort as ts
 from trainshort.ops import INTERPRETED
 from trainshort.ops.bias import Bias, BucketBias, LinearBias
+from trainshort.ops.dropout import MULTIPLIERS
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 
 pytestmark = [
@@ -129,6 +130,8 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     grad_lse = lse if case.get("lse_gradient", False) else None
     run.backward(problem, q, grad_lse, out, lse, windows, case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
+    hashing = [kernel for kernel in compiled if str(MULTIPLIERS[0]) in kernel.asm["ptx"]]
+    assert len(hashing) == (3 if problem.dropout else 0), "without dropout there is nothing of it in the kernels"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -70,6 +70,7 @@ class SelfAttention(nn.Module):
                 scale=config.score_scale,
                 key_padding_mask=context.key_padding_mask,
                 cu_seqlens=context.cu_seqlens,
+                dropout=config.attention_dropout if self.training else 0.0,
             )
         return project(self.out, out.transpose(1, 2).flatten(2), residual=residual, few_rows=few_rows)
 
@@ -110,6 +111,7 @@ class CrossAttention(nn.Module):
             scale=config.score_scale,
             key_padding_mask=key_padding_mask,
             query_start=query_start,
+            dropout=config.attention_dropout if self.training else 0.0,
         )
         return self.out(out.transpose(1, 2).flatten(2))
 
