@@ -19,6 +19,8 @@ CASES: dict[str, dict] = {
     "symmetric": {"causal": False},
     "float32": {"dtype": torch.float32},
     "bucket": {"bias": "bucket"},
+    "gates": {"bias": "gates"},
+    "times_symmetric": {"bias": "times", "causal": False},
     "everything": {"tolerance": 0.0},
 }
 

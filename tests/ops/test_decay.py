@@ -185,14 +185,6 @@ def test_gates_of_both_sides_must_be_given() -> None:
         ts.attention(*inputs(), bias=ts.DecayBias(torch.zeros(1, 2, 40)), causal=False)
 
 
-def test_triton_says_why_not() -> None:
-    q, k, v = inputs()
-    bias = ts.DecayBias(torch.zeros(1, 2, 40))
-    with pytest.raises(RuntimeError, match="does not take a DecayBias yet"):
-        ts.attention(q, k, v, bias=bias, backend="triton")
-    assert "DecayBias" in ts.explain(q, k, v, bias=bias).why_not["triton"]
-
-
 @pytest.mark.parametrize("kind", ["gates", "times"])
 def test_compiled(kind: str) -> None:
     """Gates to gradients in one graph."""

@@ -15,6 +15,7 @@ import torch
 import trainshort as ts
 from trainshort.ops import INTERPRETED
 from trainshort.ops.bias import Bias, BucketBias, LinearBias
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.dropout import MULTIPLIERS
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 
@@ -25,7 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:triton"),
 ]
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -88,6 +92,18 @@ def bucket(heads: int) -> Bias:
     return BucketBias(torch.zeros(32, heads))
 
 
+def gates(heads: int) -> Bias:
+    return DecayBias(torch.zeros(1, heads, 640))
+
+
+def gates_both_ways(heads: int) -> Bias:
+    return DecayBias(torch.zeros(2, heads, 640), future=torch.zeros(2, heads, 640))
+
+
+def times(heads: int) -> Bias:
+    return DecayBias.at(torch.arange(640.0), ts.alibi_slopes(heads))
+
+
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16_64": {"dim": 64},
     "bfloat16_128": {"dim": 128},
@@ -99,6 +115,16 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"dim": 64, "dropout": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
     "one_sided": {"dim": 64, "causal": False, "bias": sided},
     "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
+    "gates": {"dim": 64, "bias": gates, "want_bias": True},
+    "gates_symmetric": {"dim": 128, "causal": False, "bias": gates_both_ways, "want_bias": True},
+    "gates_float32_packed": {
+        "dim": 64,
+        "batch": 1,
+        "dtype": torch.float32,
+        "bias": gates,
+        "cu_seqlens": torch.tensor([0, 100, 640]),
+    },
+    "times_symmetric": {"dim": 64, "causal": False, "bias": times, "want_bias": True},
     "no_bias_grouped": {"dim": 128, "bias": lambda heads: None, "kv_heads": 1},
     "packed": {"dim": 64, "batch": 1, "cu_seqlens": torch.tensor([0, 100, 640])},
     "padded": {"dim": 64, "key_padding_mask": torch.ones(2, 640, dtype=torch.bool)},
@@ -129,7 +155,7 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     out, lse, windows = run.forward(problem)
     grad_lse = lse if case.get("lse_gradient", False) else None
     run.backward(problem, q, grad_lse, out, lse, windows, case.get("want_bias", False))
-    assert len(compiled) == (7 if isinstance(problem.bias, LinearBias) else 3)
+    assert len(compiled) == (7 if isinstance(problem.bias, (LinearBias, DecayBias)) else 3)
     hashing = [kernel for kernel in compiled if str(MULTIPLIERS[0]) in kernel.asm["ptx"]]
     assert len(hashing) == (3 if problem.dropout else 0), "without dropout there is nothing of it in the kernels"
 

@@ -61,14 +61,21 @@ class KernelBias(NamedTuple):
     futures: Tensor | None = None
     line: Tensor | None = None  # float32 [H, 2 max_distance + 1]: the bias by distance, in units of log2
     buckets: Tensor | None = None  # int32 [2 max_distance + 1]: the bucket of each distance
-    levels: Tensor | None = None  # of a decay: c for earlier keys, float64 [B or 1, H, T], like the next three
+    levels: Tensor | None = None  # of a decay: c for earlier keys, float64 [B or 1, H, T], laid out as the next three
     ahead: Tensor | None = None  # c for later keys
     gate_first: Tensor | None = None  # int32: the first key that each position may see; None for times
     ahead_end: Tensor | None = None  # int32: one past the last
-    by_row: bool = False  # slopes [B, H], levels [B, H, T]
+    by_row: bool = False  # slopes [B, H]
     offset: float = 0.0
     max_distance: int = 0
     bucket_count: int = 1
+
+    @property
+    def level_strides(self) -> tuple[int, int]:
+        """Of levels and what is laid out as they are: by row of the batch, and by head."""
+        if self.levels is None:
+            return 0, 0
+        return self.levels.stride(0) if self.levels.shape[0] > 1 else 0, self.levels.stride(1)
 
 
 NO_BIAS, LINEAR, BUCKET, DECAY = 0, 1, 2, 3  # KernelBias.kind

@@ -204,24 +204,26 @@ class DecayBias(Bias):
 
     def for_kernels(self, batch: int) -> KernelBias:
         past, later = self.levels()
-        levels = aligned(past, torch.float64)
         if self.rates is not None:
+            levels = aligned(past, past.dtype)
             rates = torch.atleast_2d(self.rates).expand(past.shape[0], -1)
             return KernelBias(DECAY, aligned(rates), levels=levels, ahead=levels, by_row=past.shape[0] > 1)
         assert self.gate_first is not None
-        found = KernelBias(DECAY, levels=levels, gate_first=aligned(self.gate_first, torch.int32))
-        if self.ahead_sums is not None and self.ahead_end is not None:
-            ahead, end = aligned(later, torch.float64), aligned(self.ahead_end, torch.int32)
-            found = found._replace(ahead=ahead, ahead_end=end)
-        shared = {tensor.shape[0] for tensor in (found.levels, found.ahead) if tensor is not None} == {1}
-        return found if shared else found._replace(**_by_row(found, batch))
+        if self.ahead_sums is None or self.ahead_end is None:
+            levels, first = _laid_out_alike(batch, past, self.gate_first)
+            return KernelBias(DECAY, levels=levels, gate_first=first)
+        levels, first, ahead, end = _laid_out_alike(batch, past, self.gate_first, later, self.ahead_end)
+        return KernelBias(DECAY, levels=levels, gate_first=first, ahead=ahead, ahead_end=end)
 
 
-def _by_row(bias: KernelBias, batch: int) -> dict[str, Any]:
-    """The tensors of a decay with a row for each of the batch."""
-    named = {name: getattr(bias, name) for name in ("levels", "ahead", "gate_first", "ahead_end")}
-    rows = {name: t.expand(batch, -1, -1).contiguous() for name, t in named.items() if t is not None}
-    return {"by_row": True, **rows}
+def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors [B or 1, H, T] with the same strides, at addresses that are multiples of 16. As they are if they have
+    them already: a step of decoding must not copy what a cache keeps."""
+    if len({tensor.shape[0] for tensor in tensors}) > 1:
+        tensors = tuple(tensor.expand(batch, -1, -1) for tensor in tensors)
+    if len({tensor.stride() for tensor in tensors}) > 1 or tensors[0].stride(2) != 1:
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+    return tuple(tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors)
 
 
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}

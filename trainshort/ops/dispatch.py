@@ -28,7 +28,6 @@ from trainshort.ops import operators, reference, sdpa
 from trainshort.ops.bias import learned_tensors
 from trainshort.ops.blocked import decode as blocked_decoding
 from trainshort.ops.blocked import run as blocked_backend
-from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.results import AttentionOutput, finished_lse, finished_windows
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
@@ -113,8 +112,6 @@ def _why_not_triton_decoding(problem: Problem) -> str | None:
         return "it does not tell which keys it visits"
     if problem.dropout:
         return "it takes no dropout"
-    if isinstance(problem.bias, DecayBias):
-        return "it does not take a DecayBias yet"
     return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None
 
 

@@ -152,8 +152,9 @@ def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     limits = {}
     for sight, (low, high) in _limits(problem).items():
         blind = high <= low
-        low = _by_block(low.masked_fill(blind, FAR), block, fill=FAR).amin(-1)
-        high = _by_block(high.masked_fill(blind, 0), block, fill=0).amax(-1)
+        low, high = low.masked_fill(blind, FAR), high.masked_fill(blind, 0)
+        low = _by_block(low, block, fill=FAR).amin(-1)
+        high = _by_block(high, block, fill=0).amax(-1)
         limits[sight] = (low // block, -(-high // block))
     return _of_heads(problem, limits)
 

@@ -18,6 +18,7 @@ from tests.ops import hostile
 from tests.ops.budget import error_budget, size
 from tests.ops.cases import left_padding
 from tests.ops.contract.places import WITH_WINDOWS, Place, at
+from tests.ops.contract.test_windows import extreme_gates
 from tests.ops.dense import Case, dense
 
 KINDS = ["none", "one", "blocks", "keys", "running"]
@@ -93,6 +94,16 @@ CACHES: dict[str, Callable[[Place], dict[str, Any]]] = {
     "bucket_queries": lambda p: {
         "keys": 200, "queries": 5, "heads": 4, "kv_heads": 2, "bias": "bucket", "max_distance": 60,
     },
+    "gates": lambda p: {"keys": p.cache, "bias": "gates"},
+    "gates_grouped_queries": lambda p: {"keys": 300, "queries": 5, "heads": 4, "kv_heads": 2, "bias": "gates"},
+    "gates_padded": lambda p: padded(p.cache // 2, p.cache // 2, 140) | {"bias": "gates"},
+    "gates_start_by_row": lambda p: {
+        "batch": 2, "keys": 300, "query_start": torch.tensor([299, 20]), "bias": "gates",
+    },
+    "gates_extreme": lambda p: {
+        "batch": 1, "heads": 4, "keys": p.cache // 2, "bias": "gates", "log_gates": extreme_gates(p.cache // 2),
+    },
+    "times": lambda p: {"keys": p.cache // 2, "bias": "times", "slopes": p.steep},
     "no_bias": lambda p: {"keys": p.cache // 2, "bias": "none"},
     "scaled": lambda p: {"keys": p.cache // 2, "scale": 1.0},
     "scaled_negative": lambda p: {"keys": p.cache // 2, "scale": -0.4, "slopes": p.steep},

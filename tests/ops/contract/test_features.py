@@ -196,7 +196,7 @@ def random_combination(place: Place, seed: int) -> Case:
 
     packed, causal = pick(False, False, True), pick(True, False)
     kind = pick("linear", "linear", "linear", "bucket", "none")
-    kind = pick(kind, kind, *(() if place.backend == "triton" else ("gates", "times")))
+    kind = pick(kind, kind, "gates", "times")
     batch = 1 if packed else pick(1, 2) if place.interpreted else between(1, 3)
     heads, kv_heads = pick((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), *([] if place.interpreted else [(3, 1), (6, 2)]))
     keys = between(1, 260 if place.interpreted else 420)

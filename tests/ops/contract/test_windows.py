@@ -68,6 +68,23 @@ def length_of(place: Place) -> int:
     return {"interpreted": 400, "triton_gpu": 1100}.get(place.name, 600)
 
 
+def gates(place: Place, **more: Any) -> dict[str, Any]:
+    return {"bias": "gates", "slopes": None} | more
+
+
+def extreme_gates(length: int) -> torch.Tensor:
+    """Of four heads: open gates and one that is all but closed, closed ones among gentle ones, nearly open ones that
+    become steep, and one in a hundred that lets little pass."""
+    gates = torch.zeros((1, 4, length))
+    gates[:, 0, length // 2] = -1e5
+    gates[:, 1] = -0.05
+    gates[:, 1, [length // 3, length // 3 + 1, length * 3 // 4]] = -torch.inf
+    gates[:, 2] = -1e-8
+    gates[:, 2, length // 2 :] = -0.4
+    gates[:, 3, ::100] = -9.0
+    return gates
+
+
 LAYOUTS: dict[str, Callable[[Place, int], dict[str, Any]]] = {
     "causal": lambda p, n: {},
     "causal_gentle": lambda p, n: {"heads": 2, "slopes": torch.tensor([0.05, 1e-4])},
@@ -120,6 +137,20 @@ LAYOUTS: dict[str, Callable[[Place, int], dict[str, Any]]] = {
     "scaled_negative": lambda p, n: {"scale": -2.0},
     "one_dimension": lambda p, n: {"dim": 1, "scale": 3.0},
     "forty_dimensions": lambda p, n: {"dim": 40, "dtype": p.low},
+    "gates": lambda p, n: gates(p),
+    "gates_symmetric": lambda p, n: gates(p, causal=False),
+    "gates_grouped": lambda p, n: gates(p, heads=4, kv_heads=2),
+    "gates_packed": lambda p, n: gates(p, batch=1, cu_seqlens=torch.tensor([0, 5, 5, n // 2, n * 3 // 4, n])),
+    "gates_padded_symmetric": lambda p, n: gates(
+        p, batch=2, causal=False, key_padding_mask=left_padding(n - 10, 100, length=n)
+    ),
+    "gates_query_start": lambda p, n: gates(p, queries=100, keys=n, query_start=n // 2, causal=False),
+    "gates_extreme": lambda p, n: gates(p, batch=1, heads=4, log_gates=extreme_gates(n)),
+    "gates_extreme_symmetric": lambda p, n: gates(
+        p, batch=1, heads=4, causal=False, log_gates=extreme_gates(n), future_gates=extreme_gates(n).flip(1)
+    ),
+    "times": lambda p, n: {"bias": "times"},
+    "times_symmetric": lambda p, n: {"bias": "times", "causal": False},
 }  # fmt: skip
 
 

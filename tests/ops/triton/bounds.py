@@ -6,6 +6,7 @@ in, both under Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from tests.ops import tight
-from tests.ops.cases import random_case
+from tests.ops.bounds.windows import as_gates
+from tests.ops.cases import random_case, random_gates
 from tests.ops.dense import Case, dense
+from tests.ops.generators import cases
 from tests.ops.triton.interpreter import kept_by_both, quick_tiles, run_forward
 from trainshort.ops.triton import shapes
 
@@ -123,6 +126,107 @@ def decoding_not_finite() -> None:
             torch.testing.assert_close(case.attend("triton"), dense(case)[0].float(), rtol=1e-4, atol=1e-5)
 
 
+# The same of a decay: slopes as gates, and gates of many kinds.
+
+
+def decay() -> None:
+    for tolerance in (2.0**-7, 2.0**-9):
+        case = tight.tight_case(slopes=SLOPES, tolerance=tolerance, share=0.5)
+        assert_shares(as_gates(case), 0.5)
+        assert_shares(as_gates(tight.shifted(case, 25.0)), 0.5)
+
+
+def decay_ahead() -> None:
+    case = tight.tight_case(slopes=[0.03, 0.06, 0.3], tolerance=2.0**-8, share=0.25, ahead=True, length=512)
+    assert_shares(as_gates(case), 0.25)
+    assert_shares(as_gates(tight.thinly_spread(0.01, 0.25, ahead=True)), 0.25)
+
+
+def decay_outliers() -> None:
+    for edge in (256, 320):
+        assert_shares(as_gates(tight.outlier_case(edge=edge)), 0.5)
+        assert_shares(as_gates(tight.outlier_case(edge=edge, boost=0.9)), 0.5)
+    assert_shares(as_gates(tight.thinly_spread(0.01, 0.5)), 0.5)
+
+
+def decay_beyond_the_sample() -> None:
+    case = as_gates(replace(tight.longer_than_the_sample(), tolerance=0.01))
+    weights = dense(case)[1]
+    for kept in kept_by_both(case):
+        assert float(weights.masked_fill(kept, 0.0).sum(-1).max()) <= 0.01
+
+
+def decay_of_many_kinds() -> None:
+    for case in itertools.islice(cases(11, lengths=(129, 300), kinds="decay"), 6):
+        given = replace(case, **{n: getattr(case, n).float() for n in ("q", "k", "v")}, tolerance=1e-3)
+        weights = dense(given)[1]
+        for kept, allowed in zip(kept_by_both(given), (0.5, 1.0), strict=True):
+            share = float(weights.masked_fill(kept, 0.0).sum(-1).max()) / 1e-3
+            assert share <= allowed + NOISE, f"skipped {share} times the tolerance, {allowed} is allowed"
+
+
+def decay_decoding() -> None:
+    """Open gates but for one, a cache whose keys before it attract as strongly as they can: how far c must fall there
+    for them to go. The output is their mass."""
+    keys, edge, tolerance = 900, 640, 2.0**-10
+    k = torch.full((keys,), tight.NORM)
+    k[edge:] = -tight.NORM
+    v = torch.zeros(1, 1, keys, 16)
+    v[:, :, :edge] = 1.0
+    for share in (0.0, 0.5, 0.9, 0.99, 1.01):  # of what so many keys weigh together
+        fall = tight.NORM - float(k[-1]) - math.log(tolerance) + share * math.log(keys) + 0.01
+        gates = torch.zeros(1, 1, keys, dtype=torch.float64)
+        gates[..., edge] = -fall
+        case = Case(
+            q=tight.line(torch.ones(1, 1, 1)), k=tight.line(k)[None, None], v=v, log_gates=gates, scale=1.0,
+            tolerance=tolerance, key_norms=torch.full((1, 1), tight.NORM),
+        )  # fmt: skip
+        with torch.no_grad():
+            out = case.attend("triton")
+        missed = float((dense(case)[0] - out).abs().max())
+        assert missed <= tolerance + 1e-6, f"skipped {missed / tolerance} times the tolerance"
+        assert bool(out.any()) == (share < 1.0), "what may be skipped is skipped"
+    k[edge : edge + UNIT] = tight.NORM  # the first unit behind the gate attracts, too
+    v[:, :, edge : edge + UNIT] = 1.0
+    case = replace(case, k=tight.line(k)[None, None])
+    with torch.no_grad():
+        torch.testing.assert_close(case.attend("triton"), dense(case)[0].float(), rtol=1e-4, atol=1e-5)
+
+
+def decay_ingredients() -> None:
+    """Whatever the length of a query up to the sample's, and beyond: all keys up to a unit weigh at most so much."""
+    for seed in range(2):
+        case = random_case(batch=1, heads=2, queries=330, dim=16, seed=seed, bias="gates")
+        stretched = case.k * 10.0 ** torch.empty(case.k.shape[:3]).uniform_(-2.0, 1.0)[..., None]
+        assert_decay_ingredients(replace(case, k=stretched))
+        assert_decay_ingredients(replace(case, k=1e4 * case.k, log_gates=-1e4 * torch.rand(1, 2, 330)))
+        assert_decay_ingredients(replace(case, k=stretched, log_gates=40.0 * random_gates(1, 2, 330, seed)))
+
+
+def assert_decay_ingredients(case: Case) -> None:
+    assert case.log_gates is not None
+    config, _, scratch = run_forward(case)
+    shape = (config.batch, config.heads, config.key_units)
+
+    def part(name: str, size: tuple[int, ...]) -> Tensor:
+        found = scratch[config.slices[name].offset :].view(torch.float32)[: math.prod(size)]
+        return found.view(size).double()
+
+    units = -(-case.k.shape[2] // UNIT)
+    reach, effective, most = (part(name, shape)[..., :units] for name in ("REACH_PAST", "PASTS", "MOST_PAST"))
+    assert bool((most >= effective.cummax(-1).values).all()), "not the largest so far"
+    center = part("CENTER", (config.batch, config.kv_heads, config.dim))
+    x = part("QUERY_NORM", shape[:2])[..., None]
+    norms = (case.k.double() - center[:, :, None]).norm(dim=-1)  # [B, H, Tk]
+    assert case.bias is not None
+    level = case.bias.levels()[0]  # type: ignore[union-attr]
+    ends = (torch.arange(1, units + 1) * UNIT).clamp(max=case.k.shape[2]) - 1
+    for share in (0.0, 1e-3, 0.5, 1.0):
+        weighed = torch.logcumsumexp(share * x * norms - level, dim=-1)[..., ends] + level[..., ends]
+        bound = reach + share * x * effective * (1.0 + 2.0**-20)
+        assert bool((weighed <= bound).all()), "the keys up to a unit weigh more than its K says"
+
+
 # The numbers that a window is computed from, each on the right side of its inequality.
 
 
@@ -222,5 +326,7 @@ def _small(check: Callable[[], None]) -> Callable[[], None]:
 for _check in (
     past, past_of_shifted_keys, future, outliers, beyond_the_sample, thinly_spread, decoding,
     decoding_behind_the_keys, decoding_tiny_queries, decoding_not_finite, ingredients, ingredients_tiny, not_finite,
+    decay, decay_ahead, decay_outliers, decay_beyond_the_sample, decay_of_many_kinds, decay_decoding,
+    decay_ingredients,
 ):  # fmt: skip
     CHECKS[_check.__name__] = _small(_check)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.budget import FACTOR, Judge
-from tests.ops.dense import Case, Results, dense, distances, t5_bucket
+from tests.ops.dense import Case, Results, bias_of, dense, distances, t5_bucket
 
 
 def bias_rounding(case: Case) -> Results:
@@ -21,6 +21,8 @@ def bias_rounding(case: Case) -> Results:
     moved = unit * (case.upstream().double() * out).norm(dim=-1)  # [B, H, Tq]
     distance = distances(case)[:, None]
     steps = torch.where(distance > 0, distance - case.offset, -distance.double())
+    if case.times is not None and case.slopes is not None:
+        steps = (bias_of(case, torch.float64) / torch.atleast_2d(case.slopes).double()[..., None, None]).abs()
 
     def over_queries(lever: Tensor) -> Tensor:
         return (moved * (lever * weights).sum(-1)).norm()

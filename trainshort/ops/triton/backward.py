@@ -7,6 +7,7 @@ heads of its group.
 
 With p_ij the softmax weights: dv_j = sum_i p_ij do_i;  ds_ij = p_ij (do_i.v_j - delta_i);
 dq_i = scale sum_j ds_ij k_j;  dk_j = scale sum_i ds_ij q_i;  dm = sum_ij ds_ij (j - i) for a past slope m.
+For gates, dc_t = sum_j ds_tj - sum_i ds_it: `query_kernel` stores the first sums, `key_kernel` the second.
 """
 
 from __future__ import annotations
@@ -130,17 +131,18 @@ def _query_range(
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
-    Q, K, V, DO, OUT, LSE, DLSE, DELTA, SEED, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS, ROW_SUMS_AHEAD, SLOPES,
-    FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, OUT, LSE, DLSE, DELTA, SEED, TERMS, TERMS_AHEAD, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS,
+    ROW_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ,
+    BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
-    stride_slope, stride_level, stride_window,
+    stride_slope, stride_level, stride_level_head, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
-    NB: tl.constexpr, HAS_DLSE: tl.constexpr, DROPOUT: tl.constexpr,
+    NB: tl.constexpr, GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -165,7 +167,7 @@ def query_kernel(
     if BIAS == BUCKET:
         LINE += h * (2 * max_distance + 1)
     if BIAS == DECAY:
-        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
         LEVELS, AHEAD, GATE_FIRST, AHEAD_END = levels_of(
             LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
         )
@@ -199,6 +201,13 @@ def query_kernel(
     delta = tl.where(some, delta, 0.0)
     tl.store(DELTA + at, delta, mask=r < nq)
     lse = tl.load(LSE + at, mask=r < nq, other=float("inf"))
+    if BIAS == DECAY:  # for key_kernel, whose tiles have GROUP rows
+        first_row = r // GROUP * GROUP
+        of_group = tl.load(LEVELS + among_keys(start + first_row, nk))
+        tl.store(TERMS + at, query_term(LEVELS, AHEAD, p, nk, of_group, PAST) - lse, mask=r < nq)
+        if not CAUSAL:
+            of_group = tl.load(AHEAD + among_keys(start + tl.minimum(first_row + GROUP, nq) - 1, nk))
+            tl.store(TERMS_AHEAD + at, query_term(LEVELS, AHEAD, p, nk, of_group, FUTURE) - lse, mask=r < nq)
     s0, s1 = 0, 0
     if DROPOUT > 0:
         s0, s1 = head_numbers(SEED, b, h)
@@ -260,21 +269,22 @@ def query_kernel(
 
 @triton.jit
 def _key_range(
-    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, b, h,
-    q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref, anchor, own_term,
-    mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
+    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END,
+    b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
+    anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries
-    that look back to each key, or ahead to it. anchor, own_term: of a decay, on the side of this range."""
+    """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries that look back to
+    each key, or ahead to it. TERMS, anchor, own_term: of a decay, on the side of this range."""
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
         p = position(start, r, nk, max_distance, CAUSAL)
         q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
         do = load_rows(DO, b, h, row, do_base, stride_dot, nq, D, BD, BM, TMA)
-        lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
+        if BIAS != DECAY or SIDE == MASKED:
+            lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
         if SIDE == MASKED:
             lo, hi, some = sight(
@@ -292,8 +302,14 @@ def _key_range(
                 )
             w = tl.exp2(tl.where(seen, s - lse[None, :], -float("inf")))
         elif BIAS == DECAY:
+            # From the anchor of the keys to that of the tile's rows, and from there to each row, less its lse.
+            if SIDE == PAST:
+                between = query_term(LEVELS, AHEAD, start + row, nk, anchor, SIDE)
+            else:
+                between = query_term(LEVELS, AHEAD, start + tl.minimum(row + BM, nq) - 1, nk, anchor, SIDE)
+            term = tl.load(TERMS + at + r, mask=r < nq, other=-float("inf")) + between
             s += own_term[:, None]
-            w = tl.exp2(s + (query_term(LEVELS, AHEAD, p, nk, anchor, SIDE) - lse)[None, :])
+            w = tl.exp2(s + term[None, :])
         else:
             row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += column[:, None]
@@ -340,12 +356,12 @@ def _rows_up_to(BORDERS, limit, first, end, start, nk):
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
-    Q, K, V, DO, LSE, DELTA, SEED, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD,
-    GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, DO, LSE, DELTA, SEED, TERMS, TERMS_AHEAD, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES,
+    LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    stride_slope, stride_level, stride_window,
+    stride_slope, stride_level, stride_level_head, stride_window,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
@@ -385,7 +401,7 @@ def key_kernel(
         levels, ahead, gate_first, ahead_end = LEVELS, AHEAD, GATE_FIRST, AHEAD_END
         anchor, own_term, anchor_ahead, own_term_ahead = 0.0, 0.0, 0.0, 0.0
         if BIAS == DECAY:
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             levels, ahead, gate_first, ahead_end = levels_of(
                 LEVELS, AHEAD, GATE_FIRST, AHEAD_END, level_at, CAUSAL, GATES
             )
@@ -431,24 +447,25 @@ def key_kernel(
                 n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
-                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-                    ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n0, j, start,
-                    sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D,
-                    BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
+                    gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0,
+                    n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                    s0, s1, q0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                    DROPOUT,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
-                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j, start,
-                sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD,
-                BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
+                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
+                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
             m0 = n1
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-            h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees, key, anchor,
-            own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS,
-            MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees,
+            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
+            GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         n3 = r1
         if GATES:  # rows behind a border see a part of these keys, those further behind none
@@ -458,14 +475,14 @@ def key_kernel(
             n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
             r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first, ahead_end, b,
-            h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees, key + BN,
-            anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL, GATES,
-            WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees,
+            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
+            GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, FIRST, LAST, line, levels, ahead, gate_first,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
                 ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start,
                 sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS,
                 CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,

@@ -32,8 +32,9 @@ class Features(NamedTuple):
     bias: int  # KernelBias.kind
     sights: tuple[Sight, ...]
     offset: float
-    by_row: bool  # slopes [B, H], levels [B, H, T]
+    by_row: bool  # slopes [B, H]
     gates: bool  # of a DecayBias: gates, which may be closed; else times
+    level_strides: tuple[int, int]
     max_distance: int  # of a BucketBias
     buckets: int
     ragged: bool  # padding, or a start for each row
@@ -126,6 +127,7 @@ def _features(problem: Problem, bias: KernelBias) -> Features:
         offset=bias.offset,
         by_row=bias.by_row,
         gates=bias.gate_first is not None,
+        level_strides=bias.level_strides,
         max_distance=bias.max_distance,
         buckets=bias.bucket_count,
         ragged=problem.key_padding_mask is not None or isinstance(start, Tensor),

@@ -5,6 +5,8 @@ queries a row, all of them) are the rows of its tile. Each program finds the win
 that a cache keeps, so heads of short windows have few splits to do and the rest return at once. `join_kernel` merges
 the splits: PARTIAL is the output of each, SUMS its log-sum-exp. The window, for a slope m:
 W >= (x K - score of the nearest key + ln(1/tolerance) - ln(1 - e^-m)) / m, as in the proof.
+For a decay all whole units may go whose last key has c_j - c_p >= x K - that score + ln(1/tolerance) + ln(keys),
+found by a search in c that looks at PROBES units at a time: at 65,536 keys twice.
 """
 
 from __future__ import annotations
@@ -12,16 +14,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.ops.triton.tiles import BUCKET, LINEAR, UNIT, position
+from trainshort.ops.triton.tiles import BUCKET, DECAY, FAR, LINEAR, LOG2E, UNIT, among_keys, position
 from trainshort.ops.triton.windows import UNDERFLOW, lengths
 
+PROBES = tl.constexpr(32)
 
-@triton.jit(do_not_specialize=["start", "Tk", "norm_count"])
+
+@triton.jit
+def units_beyond(LEVELS, level_at, level, fall, units, rows):
+    """How many units, of so many, end with keys whose c lies `fall` or more above `level`; c never rises. By row."""
+    found = tl.zeros_like(level_at).to(tl.int32)
+    span = units
+    while span > 0:  # the answer is one of [found, found + span]
+        step = (span + PROBES - 1) // PROBES
+        probe = found[:, None] + (tl.arange(0, PROBES) + 1)[None, :] * step
+        inside = rows[:, None] & (probe <= units)
+        above = tl.load(LEVELS + level_at[:, None] + probe * UNIT - 1, mask=inside, other=0.0) - level[:, None]
+        found += step * tl.sum((inside & (above >= fall[:, None])).to(tl.int32), 1)
+        span = step - 1
+    return found
+
+
+@triton.jit(do_not_specialize=["start", "Tk", "norm_count", "stride_level", "stride_level_head"])
 def split_kernel(
-    Q, K, V, PARTIAL, SUMS, SLOPES, LINE, NORMS, SEQ, norm_count, Tk, start, scale, budget,
+    Q, K, V, PARTIAL, SUMS, SLOPES, LINE, LEVELS, GATE_FIRST, NORMS, SEQ, norm_count, Tk, start, scale, budget,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_nb, stride_nh, stride_slope, H, group, Tq, max_distance,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    stride_nb, stride_nh, stride_slope, stride_level, stride_level_head, H, group, Tq, max_distance,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr,
     WINDOWS: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -46,6 +65,13 @@ def split_kernel(
         slope = tl.load(SLOPES + b * stride_slope + h, mask=rows, other=1.0)
     end = tl.minimum(tl.max(tl.where(rows, p, -1), 0) + 1, nk)
     first = b * 0
+    border = i * 0
+    if BIAS == DECAY:
+        level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
+        level = tl.load(LEVELS + level_at + among_keys(p, nk), mask=rows, other=0.0)
+        if GATES:
+            border = tl.load(GATE_FIRST + level_at + among_keys(p, nk), mask=rows, other=0) - k0
+            first = tl.maximum(tl.minimum(tl.min(tl.where(rows, border, FAR), 0), end), 0) // UNIT * UNIT
     if WINDOWS:
         nearest = tl.minimum(p, nk - 1)
         seen = rows & (nearest >= 0)
@@ -62,11 +88,18 @@ def split_kernel(
             odd += tl.sum(tl.where(norms < 1e30, 0, 1), 0)  # NaN compares false
         near = tl.sum(wide * own.to(tl.float32), 1) * scale - slope * (p - nearest).to(tl.float32)
         slack = 1.0 + 4.0 * (D + 4) * 1.1920929e-7
-        geometric = tl.where(slope < 1e-4, -tl.log(slope) + slope, -tl.log(1.0 - tl.exp(-slope)))
-        width = (x * (norm + D * UNDERFLOW) * slack - near + budget + geometric + 0.01) / slope
-        back = tl.where((width > 0.0) & (width < 16777216.0), tl.ceil(width).to(tl.int32) + 1, 1 << 30)
-        lowest = tl.min(tl.where(seen, p - back, 1 << 30), 0)
-        first = tl.where(odd > 0, 0, tl.minimum(tl.maximum(lowest, 0), end) // UNIT * UNIT)
+        if BIAS == DECAY:
+            fall = x * (norm + D * UNDERFLOW) * slack - near + budget + tl.log(nk.to(tl.float32)) + 0.01
+            fall = tl.where((fall > 0.0) & (fall < 1e30), fall, float("inf"))  # NaN compares false
+            beyond = units_beyond(LEVELS, level_at, level, fall.to(tl.float64), end // UNIT, seen)
+            lowest = tl.min(tl.where(seen, beyond * UNIT, FAR), 0)
+            first = tl.maximum(first, tl.where(odd > 0, 0, tl.minimum(lowest, end) // UNIT * UNIT))
+        else:
+            geometric = tl.where(slope < 1e-4, -tl.log(slope) + slope, -tl.log(1.0 - tl.exp(-slope)))
+            width = (x * (norm + D * UNDERFLOW) * slack - near + budget + geometric + 0.01) / slope
+            back = tl.where((width > 0.0) & (width < 16777216.0), tl.ceil(width).to(tl.int32) + 1, 1 << 30)
+            lowest = tl.min(tl.where(seen, p - back, 1 << 30), 0)
+            first = tl.where(odd > 0, 0, tl.minimum(tl.maximum(lowest, 0), end) // UNIT * UNIT)
     total = tl.maximum(end - first, 0)
     per = ((total + SPLITS - 1) // SPLITS + BN - 1) // BN * BN
     low = first + split * per
@@ -87,7 +120,13 @@ def split_kernel(
         if BIAS == BUCKET:
             line = tl.minimum(tl.maximum(away, -max_distance), max_distance) + max_distance
             s += tl.load(LINE + (h * (2 * max_distance + 1))[:, None] + line, mask=rows[:, None], other=0.0)
+        if BIAS == DECAY:
+            of_key = rows[:, None] & (j < end)[None, :]
+            c = tl.load(LEVELS + level_at[:, None] + j[None, :], mask=of_key, other=0.0)
+            s += (level[:, None] - c).to(tl.float32) * LOG2E
         s = tl.where((away <= 0) & (j < end)[None, :], s, -float("inf"))
+        if GATES:
+            s = tl.where(j[None, :] >= border[:, None], s, -float("inf"))
         new = tl.maximum(row_max, tl.max(s, 1))
         shift = tl.where(new == -float("inf"), 0.0, new)
         w = tl.exp2(s - shift[:, None])

@@ -160,7 +160,7 @@ def forward_kernel(
     FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_slope, stride_level, units, blocks,
+    stride_ob, stride_oh, stride_ot, stride_slope, stride_level, stride_level_head, units, blocks,
     H, group, Tq, Tk, offset, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
@@ -195,7 +195,7 @@ def forward_kernel(
             AHEAD,
             GATE_FIRST,
             AHEAD_END,
-            b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0,
+            b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0,
             CAUSAL,
             GATES,
         )

@@ -173,7 +173,7 @@ def backward(
     if empty or config.uneven or call.features.tail:  # padding, what lies between documents, the end of a cache
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    partials = _partials(config) if want_bias else _NO_PARTIALS
+    partials = _partials(config, empty) if want_bias else _NO_PARTIALS
     if not empty:
         has_dlse = grad_lse is not None
         addresses = (grad.data_ptr() % 16, out.data_ptr() % 16)
@@ -185,10 +185,19 @@ def backward(
             launch = CACHE.put(key, Launch(kernels, slices))
         launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
-            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **partials, **call.values,
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_terms(config, lse), **partials, **call.values,
             "DLSE": None if grad_lse is None else _aligned(grad_lse),
         })  # fmt: skip
     return dq, dk, dv, _summed(call, config, partials) if want_bias else None
+
+
+def _terms(config: Config, lse: Tensor) -> dict[str, Tensor | None]:
+    """What one kernel of the backward pass leaves for the other, of a decay."""
+    of_decay = config.features.bias == DECAY
+    return {
+        "TERMS": torch.empty_like(lse) if of_decay else None,
+        "TERMS_AHEAD": torch.empty_like(lse) if of_decay and not config.causal else None,
+    }
 
 
 _NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
@@ -196,9 +205,9 @@ _NO_PARTIALS: dict[str, Tensor | None] = dict.fromkeys(
 )
 
 
-def _partials(config: Config) -> dict[str, Tensor | None]:
+def _partials(config: Config, empty: bool) -> dict[str, Tensor | None]:
     """For what each program of the backward pass finds of the gradients of a bias: zeros, because blocks beyond the
-    end of a sequence write nothing."""
+    end of a sequence write nothing. empty: nothing will be written at all."""
     shape, device = config.partial_shape, config.features.device
     if config.features.bias == LINEAR:
         past, future = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
@@ -209,9 +218,10 @@ def _partials(config: Config) -> dict[str, Tensor | None]:
         sizes = {"ROW_SUMS": config.queries, "COLUMN_SUMS": config.keys}
         if not config.causal:
             sizes |= {f"{name}_AHEAD": size for name, size in sizes.items()}
-        shapes = {name: (config.batch, config.heads, size) for name, size in sizes.items()}
+        make = torch.zeros if empty or config.uneven or config.features.tail else torch.empty
         return _NO_PARTIALS | {
-            name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()
+            name: make((config.batch, config.heads, size), dtype=torch.float32, device=device)
+            for name, size in sizes.items()
         }
     if config.features.bias == DECAY:
         return _NO_PARTIALS | {"DSLOPES": torch.zeros(shape, dtype=torch.float32, device=device)}
@@ -230,10 +240,11 @@ def _by_token(call: Call, config: Config, partials: dict[str, Tensor | None]) ->
     """The gradient of c: what the rows of queries sum to, at their places among the keys, less what columns do; with
     the opposite sign for later keys."""
     found = {}
-    for name, side, sign in (("gate_sums", "", 1.0), ("ahead_sums", "_AHEAD", -1.0)):
+    for name, side in (("gate_sums", ""), ("ahead_sums", "_AHEAD")):
         rows, columns = partials[f"ROW_SUMS{side}"], partials[f"COLUMN_SUMS{side}"]
         if rows is not None and columns is not None:
-            found[name] = (_at_places(call, config, rows.double()) - columns.double()) * sign
+            rows, columns = _at_places(call, config, rows.double()), columns.double()
+            found[name] = columns.sub_(rows) if side else rows.sub(columns)
     return found
 
 
@@ -242,7 +253,7 @@ def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
     queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
     start = call.values["start"]
     assert isinstance(start, int)
-    if config.packed:
+    if config.packed or (sequences is None and start == 0 and queries == keys):
         return rows
     if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
         return torch.nn.functional.pad(rows, (start, keys - queries - start))
@@ -331,7 +342,8 @@ def run_decoding(step: Decoding) -> tuple[Tensor, Tensor]:
     options = DecodingOptions(step.sequences is not None, splits, precision, chunk)
     # Not the number of keys, which is another one at every step.
     layout = (q.shape, kv_heads, q.stride(), k.stride(), v.stride(), *(t.data_ptr() % 16 for t in (q, k, v)))
-    key = ("decode", layout, norm_layout, bias.kind, bias.by_row, bias.max_distance, options, q.dtype, q.device)
+    about_bias = (bias.kind, bias.by_row, bias.max_distance, bias.gate_first is not None)
+    key = ("decode", layout, norm_layout, about_bias, options, q.dtype, q.device)
     launch = CACHE.get(key)
     if launch is None:
         kernels = decoding_kernels(q, k, v, out, norms, bias, options)
@@ -346,6 +358,10 @@ def run_decoding(step: Decoding) -> tuple[Tensor, Tensor]:
         "SUMS": sums,
         "SLOPES": bias.slopes,
         "LINE": bias.line,
+        "LEVELS": bias.levels,
+        "GATE_FIRST": bias.gate_first,
+        "stride_level": bias.level_strides[0],
+        "stride_level_head": bias.level_strides[1],
         "NORMS": norms,
         "SEQ": step.sequences,
         "norm_count": norm_count,

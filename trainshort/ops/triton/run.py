@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LINEAR, LOG2E, Bias, KernelBias, LinearBias
+from trainshort.ops.bias import DECAY, LINEAR, LOG2E, Bias, KernelBias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.tracing import is_eager, is_recording, no_double_backward, no_vmap
 from trainshort.ops.triton.cache import CACHE
@@ -145,7 +145,7 @@ def step(q: Tensor, stored: Stored, sequences: Tensor, bias: KernelBias, scale: 
     from trainshort.ops.triton import launch
 
     tolerance = DEFAULT_TOLERANCE[q.dtype]
-    norms = stored.norms if bias.kind == LINEAR and can_skip(tolerance) else None
+    norms = stored.norms if bias.kind in (LINEAR, DECAY) and can_skip(tolerance) else None
     keys, values, length = stored.keys, stored.values, stored.keys.shape[2]
     with on_device(q):
         return launch.run_decoding(

@@ -22,6 +22,8 @@ is None:
 
     Q K V OUT LSE   inputs and results; LSE is a log2. DO, DQ, DK, DV: gradients. DELTA: row sums of DO * OUT
     DLSE            the gradient of the natural log-sum-exp, if it has one: taken from DELTA
+    TERMS           of a decay: c of each query less that of the first of its GROUP, in units of log2, less its LSE
+                    (TERMS_AHEAD: that of the last of its GROUP less its own)
     SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
     LEVELS AHEAD    of a DecayBias: c for earlier and for later keys, float64 [B or 1, H, Tk] (stride_level by row)

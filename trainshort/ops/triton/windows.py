@@ -11,10 +11,13 @@ x -> ln sum w_j exp(x n_j) is convex and zero at zero, so below any X it lies un
 K = ln sum w_j exp(X n_j) / X. Beyond X it rises by at most the largest norm. X is taken from a sample of queries.
 This says nothing of a part of a unit, so f is a multiple of it.
 
+Under a decay -c_j stands for m j, and all keys up to a unit are weighed together: `_running_sums`, and the README.
+
     sample_kernel     the centre of the keys, and X, from a few rows
     bounds_kernel     reads k once: K and the largest norm of each unit of keys
     largest_kernel    the largest of these up to each unit, and from each unit on
     first_needed      inside the forward pass: the first unit that its queries cannot do without, and last_needed
+    first_needed_by_levels, last_needed_by_levels   the same for a decay
     order_kernel      after it, for the backward pass: makes what the forward pass found rise with the query, and
                       turns it round: which query units visit a key unit
 
@@ -25,6 +28,8 @@ A number that is not finite, anywhere, means: visit everything. Scratch memory, 
     NORM NORM_PAST NORM_AHEAD   by unit and key head: the largest norm, and the largest up to here and from here on
     PASTS MOST_PAST         by unit and head: K for queries behind the unit, and the largest up to here
     AHEADS MOST_AHEAD       the same for queries in front of it, and the largest from here on
+    REACH_PAST REACH_AHEAD  of a decay, by unit and head: ln of the sum of e^(c_U - c_j) over all keys up to it, or
+                            from it on, with c_U that of its key nearest to the queries; K is then that of them all
     FROM TO                 by part of a query unit: the key units that the forward pass visited
     FOUND_FIRST FOUND_LAST  and those of them that mattered
 """
@@ -121,7 +126,8 @@ def sample_kernel(
 @triton.jit(do_not_specialize=["start", "blocks"])
 def bounds_kernel(
     K, SLOPES, FUTURES, LEVELS, AHEAD, CENTER, QUERY_NORM, NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, SEQ, BLOCKS,
-    start, stride_kb, stride_kh, stride_kt, stride_slope, stride_level, H, Hk, group, Tq, Tk, blocks,
+    start, stride_kb, stride_kh, stride_kt, stride_slope, stride_level, stride_level_head,
+    H, Hk, group, Tq, Tk, blocks,
     D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +156,7 @@ def bounds_kernel(
         x = tl.load(QUERY_NORM + sequence * H + h)
         at_head = (b * H + h) * units + unit
         if BIAS == DECAY:
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             begin = row + tl.arange(0, ROWS // UNIT) * UNIT
             reach, past = _weigh_units(LEVELS + level_at, n, inside, row + r, unit_end(begin, nk), x, nk)
             tl.store(REACH_PAST + at_head, reach)
@@ -250,7 +256,7 @@ def _running_sums(LEVELS, REACH, WEIGHTS, MOST, x, n, nk, b, BACK: tl.constexpr,
 @triton.jit(do_not_specialize=["start", "blocks"])
 def largest_kernel(
     NORM, PASTS, AHEADS, REACH_PAST, REACH_AHEAD, LEVELS, AHEAD, QUERY_NORM, NORM_PAST, MOST_PAST, NORM_AHEAD,
-    MOST_AHEAD, SEQ, UNIT0, start, stride_level, H, Hk, group, Tq, Tk, blocks, BIAS: tl.constexpr,
+    MOST_AHEAD, SEQ, UNIT0, start, stride_level, stride_level_head, H, Hk, group, Tq, Tk, blocks, BIAS: tl.constexpr,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
@@ -271,7 +277,7 @@ def largest_kernel(
         at = (b * H + h) * units + unit0
         if BIAS == DECAY:
             x = tl.load(QUERY_NORM + sequence * H + h)
-            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * Tk + k0
+            level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             _running_sums(
                 LEVELS + level_at, REACH_PAST + at, PASTS + at, MOST_PAST + at, x, n, nk, b, False, TOGETHER
             )
