@@ -9,9 +9,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LinearBias": "trainshort.ops",
+    "AttentionOutput": "trainshort.ops",
     "BucketBias": "trainshort.ops",
     "DecayBias": "trainshort.ops",
     "KerpleBias": "trainshort.ops",
+    "Windows": "trainshort.ops",
     "alibi_attention": "trainshort.ops",
     "alibi_slopes": "trainshort.ops",
     "attention": "trainshort.ops",
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
     from trainshort.models import linear_cross_entropy as linear_cross_entropy
     from trainshort.models import load as load
     from trainshort.models import save as save
+    from trainshort.ops import AttentionOutput as AttentionOutput
     from trainshort.ops import BucketBias as BucketBias
     from trainshort.ops import DecayBias as DecayBias
     from trainshort.ops import KerpleBias as KerpleBias
     from trainshort.ops import LinearBias as LinearBias
+    from trainshort.ops import Windows as Windows
     from trainshort.ops import alibi_attention as alibi_attention
     from trainshort.ops import alibi_slopes as alibi_slopes
     from trainshort.ops import attention as attention

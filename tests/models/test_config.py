@@ -50,6 +50,7 @@ RICH: dict[str, Any] = {
     "tie_embeddings": False,
     "token_types": 2,
     "dropout": 0.1,
+    "attention_dropout": 0.2,
 }
 
 
@@ -226,6 +227,7 @@ def test_sizes_are_positive_ints(name: str, value: object) -> None:
         ({"norm": "batchnorm"}, r"norm must be one of layernorm, layernorm_without_bias, rmsnorm; got 'batchnorm'"),
         ({"norm_place": "middle"}, r"norm_place must be one of pre, post; got 'middle'"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
+        ({"attention_dropout": 1.0}, r"attention_dropout must lie in \[0, 1\), got 1.0"),
         ({"dropout": -0.1}, r"dropout must lie in \[0, 1\), got -0.1"),
         ({"dropout": math.nan}, r"dropout must lie in \[0, 1\), got nan"),
         ({"clip_qkv": 0.0}, r"clip_qkv must be positive or None, got 0.0"),

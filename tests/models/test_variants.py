@@ -241,6 +241,23 @@ def test_shards_of_a_tensor_parallel_layer_sum_to_the_whole() -> None:
     torch.testing.assert_close(total, attend(layer, full, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lm", "encoder", "cross"])
+def test_attention_dropout_acts_in_training_only(kind: str) -> None:
+    config = ts.ModelConfig(
+        vocab_size=40, d_model=32, num_heads=4, num_layers=2, attention_dropout=0.5, causal=kind == "lm"
+    )
+    tokens = torch.arange(20)[None]
+    module = {"lm": ts.LanguageModel, "encoder": ts.Encoder, "cross": ts.CrossAttention}[kind](config)
+    inputs = (torch.randn(1, 20, 32), torch.randn(1, 30, 32)) if kind == "cross" else (tokens,)
+    torch.manual_seed(0)
+    one, two = module(*inputs), module(*inputs)
+    assert not torch.equal(one, two)
+    torch.manual_seed(0)
+    assert torch.equal(module(*inputs), one)
+    module.eval()
+    assert torch.equal(module(*inputs), module(*inputs))
+
+
 def test_dropout_acts_in_training_only() -> None:
     model = language_model(dropout=0.5)
     tokens = random_tokens(2, 30)

@@ -75,8 +75,9 @@ def magnitudes(case: Case, keep: Tensor | None) -> Results:
     weights = torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
     total = torch.logsumexp(scores, dim=-1, keepdim=True).abs()
     weights = weights * (1.0 + scores.abs().masked_fill(torch.isinf(scores), 0.0) + total)
-    dweights = upstream @ v.transpose(-2, -1)
+    dweights = upstream @ v.transpose(-2, -1) * case.factors
     dscores = weights * (dweights + (weights * dweights).sum(-1, keepdim=True))
+    weights = weights * case.factors
     scale = abs(case.true_scale)
     terms = {
         "out": weights @ v,
@@ -130,6 +131,8 @@ def skipping_costs(case: Case) -> Results:
     group = case.q.shape[1] // case.k.shape[1]
     k, v = values_of(replace(case, v=case.k), torch.float64), values_of(case, torch.float64)
     diameter = 2.0 * (v - v.mean(2, keepdim=True)).norm(dim=-1).amax(-1)  # [B, H], at least the true one
+    if case.dropout:  # the factors do not sum to one
+        diameter = 2.0 * v.norm(dim=-1).amax(-1) / (1.0 - case.dropout)
     query, upstream = case.q.double().norm(dim=-1), case.upstream().double().norm(dim=-1)  # [B, H, Tq]
     longest = k.norm(dim=-1).amax(-1)
     furthest = float((distances(case)[:, None] * case.seen).abs().max())
@@ -141,7 +144,7 @@ def skipping_costs(case: Case) -> Results:
         "out": mass * diameter * case.q.shape[2] ** 0.5,
         "q": scale * longest * dscores.norm(dim=-1),
         "k": (scale * dscores * query).sum(-1).unflatten(1, (-1, group)).sum(2),
-        "v": (2.0 * mass * upstream).sum(-1).unflatten(1, (-1, group)).sum(2),
+        "v": (2.0 * mass / (1.0 - case.dropout) * upstream).sum(-1).unflatten(1, (-1, group)).sum(2),
         "slopes": dscores.sum() * furthest,
         "future": dscores.sum() * furthest,
         "log_gates": dscores.sum(-1) * case.k.shape[2] ** 0.5,

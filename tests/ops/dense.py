@@ -1,7 +1,7 @@
 """Dense attention in float64, written from the formula and from nothing in `trainshort`: the measure of all backends.
 
     score[i, j] = scale * q[i] . k[j] + bias(i, j)        where query i may see key j, else -inf
-    output[i]   = sum over j of softmax(score[i])[j] * v[j]
+    output[i]   = sum over j of softmax(score[i])[j] * factor[i, j] * v[j]        the factor: of the dropout, else 1
 
 A `Case` is one call of attention with every argument that changes what is computed. `exact` differentiates the
 formula in float64; `native` does the same arithmetic in float32, and so shows what the number format itself
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,16 @@ class Case:
     cu_seqlens: Tensor | None = None  # [documents + 1]
     query_start: int | Tensor | None = None
     key_norms: Tensor | None = None
+    dropout: float = 0.0
+    dropout_seed: int = 0
+
+    @cached_property
+    def factors(self) -> Tensor | float:
+        """What dropout multiplies each weight by: float64 [B, H, Tq, Tk]."""
+        if not self.dropout:
+            return 1.0
+        shape = (*self.q.shape[:3], self.k.shape[2])
+        return dropout_factors(self.dropout_seed, shape, self.dropout).to(self.q.device)
 
     @cached_property
     def seen(self) -> Tensor:
@@ -94,8 +105,13 @@ class Case:
             "key_norms": self.key_norms,
         }
 
+    def dropped(self) -> dict:
+        return {"dropout": self.dropout, "seed": self.dropout_seed} if self.dropout else {}
+
     def attend(self, backend: str) -> Tensor:
-        return attention(self.q, self.k, self.v, bias=self.bias, backend=backend, **self.arguments())
+        return attention(
+            self.q, self.k, self.v, bias=self.bias, backend=backend, **self.arguments(), **self.dropped()
+        )
 
     def run(self, backend: str) -> Results:
         return differentiate(self, lambda case: case.attend(backend))
@@ -145,20 +161,25 @@ def native(case: Case, keep: Tensor | None = None) -> Results:
     weights = torch.softmax(scores.detach(), dim=-1).masked_fill(blind, 0.0)
     value = values_of(case, torch.float32)
     upstream = case.upstream().float()
-    rounded = (weights @ value).to(case.q.dtype).detach()
-    dweights = upstream @ value.detach().transpose(-2, -1)
+    dropped = (weights * case.factors).float()
+    rounded = (dropped @ value).to(case.q.dtype).detach()
+    dweights = upstream @ value.detach().transpose(-2, -1) * case.factors
     dscores = weights * (dweights - (upstream * rounded.float()).sum(-1, keepdim=True))
     others = [name for name in leaves if name != "v"]
-    gradients = torch.autograd.grad(scores, [leaves[name] for name in others], dscores, materialize_grads=True)
-    (dvalue,) = torch.autograd.grad(weights @ value, [leaves["v"]], upstream)
+    given = dscores.float()
+    gradients = torch.autograd.grad(scores, [leaves[name] for name in others], given, materialize_grads=True)
+    (dvalue,) = torch.autograd.grad(dropped @ value, [leaves["v"]], upstream)
     return {"out": rounded, "v": dvalue, **dict(zip(others, gradients, strict=True))}
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, D] and softmax weights [B, H, Tq, Tk]. keep: bool [B, H, Tq, Tk], all in sight if None."""
+    """Output [B, H, Tq, D] and softmax weights [B, H, Tq, Tk]. keep: bool [B, H, Tq, Tk], all in sight if None.
+
+    The weights are those before dropout.
+    """
     scores, blind = scores_of(case, dtype, keep)
     weights = torch.softmax(scores, dim=-1).masked_fill(blind, 0.0)
-    return weights @ values_of(case, dtype), weights
+    return (weights * case.factors).to(dtype) @ values_of(case, dtype), weights
 
 
 def scores_of(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -286,3 +307,24 @@ def t5_bucket(relative_position: Tensor, num_buckets: int, max_distance: int, bi
     logarithm = torch.log(n.clamp(min=1).float() / max_exact) / math.log(max_distance / max_exact)
     large = (max_exact + (logarithm * (num_buckets - max_exact)).long()).clamp(max=num_buckets - 1)
     return result + torch.where(n < max_exact, n, large)
+
+
+def dropout_factors(seed: int, shape: tuple[int, ...], dropout: float) -> Tensor:
+    """What the contract says of dropout, in numpy's own 32 bits: float64 [B, H, Tq, Tk], on a CPU."""
+
+    def mixed(x: np.ndarray, between: np.ndarray | None = None) -> np.ndarray:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = x ^ (x >> np.uint32(15))
+        x = (x if between is None else x ^ between) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    word = np.array([seed % 2**64], dtype=np.uint64)
+    low, high = (word & np.uint64(0xFFFFFFFF)).astype(np.uint32), (word >> np.uint64(32)).astype(np.uint32)
+    one = mixed(low ^ np.uint32(0x9E3779B9))
+    two = mixed(high ^ np.uint32(0x85EBCA6B) ^ one)
+    row, head, query, key = np.ogrid[tuple(slice(size) for size in shape)]
+    for index in (row, head, query):
+        one, two = mixed(one ^ index.astype(np.uint32)), mixed(two ^ index.astype(np.uint32))
+    drawn = mixed(one ^ key.astype(np.uint32), two) >> np.uint32(1)
+    threshold = round(dropout * 2**31)
+    return torch.from_numpy((drawn >= threshold) / (1.0 - threshold / 2**31))

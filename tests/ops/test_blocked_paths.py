@@ -47,7 +47,7 @@ def test_layouts_that_a_compiler_is_told(heads: int) -> None:
     problem = make_problem(q, k, v, ts.LinearBias(ts.alibi_slopes(heads)))
     arguments = operators.pack(problem)
     out, lse, windows = operators.blocked_op(*arguments)
-    given = (torch.ones_like(out), out, lse, windows, False, *arguments)
+    given = (torch.ones_like(out), None, out, lse, windows, False, *arguments)
     torch.library.opcheck(operators.blocked_backward_op, given, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 import trainshort as ts
 from tests.ops.budget import Judge
 from tests.ops.cases import BACKENDS, random_case, random_gates, random_times
+from tests.ops.dense import Case
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -233,30 +236,57 @@ def test_autocast_and_checkpointing() -> None:
 FOX = [(4, 2, 1020, 2098, 64), (4, 2, 1024, 2048, 128)]
 # flash-linear-attention: (rows, length, key heads, heads, head_dim, scale).
 FLA = [(1, 63, 1, 1, 64, 1.0), (3, 111, 2, 2, 100, 1.0), (3, 1024, 2, 8, 60, 0.1), (3, 1024, 2, 8, 128, 0.1)]
+FLA_PACKED = [(0, 15), (0, 256, 500, 1000), (0, 15, 100, 300, 1200, 2000)]  # borders of documents
+
+
+def check_by_both_rules(case: Case, largest: float | None = None, relative: float | None = None) -> None:
+    """By our own budget and by theirs: the largest error of any number, or the root mean square relative to it."""
+    judge, found = Judge(case), case.run("blocked")
+    judge.check(found)
+    for name, truth in judge.truth.items():
+        error = found[name].double() - truth
+        if largest is not None:
+            assert float(error.abs().max()) <= largest, name
+        if relative is not None:
+            assert float(error.square().mean().sqrt()) <= relative * float(truth.square().mean().sqrt()), name
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("low", [0.0, 5.0])
 @pytest.mark.parametrize("shape", FOX)
-def test_grid_of_fox(shape: tuple[int, int, int, int, int], low: float) -> None:
+def test_grid_of_fox(shape: tuple[int, int, int, int, int], low: float, padded: bool) -> None:
     rows, heads, queries, keys, dim = shape
     generator = torch.Generator().manual_seed(24)
     logits = low + 5.0 * torch.rand((rows, heads, keys), generator=generator)
+    starts = torch.randint(keys, (rows, 1), generator=generator)
     case = random_case(
         batch=rows, heads=heads, queries=queries, keys=keys, dim=dim, dtype=torch.float16, bias="gates", scale=0.5,
         log_gates=torch.nn.functional.logsigmoid(logits),
+        key_padding_mask=torch.arange(keys) >= starts if padded else None,
     )  # fmt: skip
-    Judge(case).check(case.run("blocked"))
+    check_by_both_rules(replace(case, q=case.q / 2, k=case.k / 2, v=case.v / 2), largest=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", FLA)
 def test_grid_of_flash_linear_attention(shape: tuple[int, int, int, int, int, float]) -> None:
     rows, length, kv_heads, heads, dim, scale = shape
+    check_by_both_rules(mild(rows, length, kv_heads, heads, dim, scale=scale), relative=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("borders", FLA_PACKED, ids=str)
+def test_packed_grid_of_flash_linear_attention(borders: tuple[int, ...]) -> None:
+    case = mild(1, borders[-1], 2, 8, 64, scale=0.1, cu_seqlens=torch.tensor(borders))
+    check_by_both_rules(case, relative=0.004)
+
+
+def mild(rows: int, length: int, kv_heads: int, heads: int, dim: int, **features: Any) -> Case:
+    """Gates as flash-linear-attention's tests have them, between e^-0.1 and e^-0.01."""
     generator = torch.Generator().manual_seed(42)
     gates = -0.01 - 0.09 * torch.rand((rows, heads, length), generator=generator)
-    case = random_case(
-        batch=rows, heads=heads, kv_heads=kv_heads, queries=length, dim=dim, scale=scale, dtype=torch.float16,
-        bias="gates", log_gates=gates,
+    return random_case(
+        batch=rows, heads=heads, kv_heads=kv_heads, queries=length, dim=dim, dtype=torch.float16, bias="gates",
+        log_gates=gates, **features,
     )  # fmt: skip
-    Judge(case).check(case.run("blocked"))

@@ -16,6 +16,7 @@ import trainshort as ts
 from trainshort.ops import INTERPRETED
 from trainshort.ops.bias import Bias, BucketBias, LinearBias
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.dropout import MULTIPLIERS
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 
 pytestmark = [
@@ -110,6 +111,8 @@ CASES: dict[str, dict[str, Any]] = {
     "float16_80_odd_heads": {"dim": 80, "heads": 3, "dtype": torch.float16},
     "float32_128": {"dim": 128, "dtype": torch.float32},
     "symmetric": {"dim": 64, "causal": False, "want_bias": True},
+    "gradient_of_the_lse": {"dim": 64, "lse_gradient": True},
+    "dropout": {"dim": 64, "dropout": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
     "one_sided": {"dim": 64, "causal": False, "bias": sided},
     "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
     "gates": {"dim": 64, "bias": gates, "want_bias": True},
@@ -142,13 +145,19 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     batch, heads, dim = case["batch"], case["heads"], case["dim"]
     q = torch.zeros(batch, heads, 640, dim, dtype=case["dtype"])
     k = torch.zeros(batch, case.get("kv_heads", heads), case["keys"], dim, dtype=case["dtype"])
-    about = {key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start") if key in case}
+    about = {
+        key: case[key] for key in ("cu_seqlens", "key_padding_mask", "query_start", "dropout", "seed") if key in case
+    }
     problem = Problem(
         q=q, k=k, v=k, bias=case["bias"](heads), causal=case["causal"], scale=dim**-0.5,
         tolerance=DEFAULT_TOLERANCE[q.dtype], **about,
     )  # fmt: skip
-    run.backward(problem, q, *run.forward(problem), case.get("want_bias", False))
+    out, lse, windows = run.forward(problem)
+    grad_lse = lse if case.get("lse_gradient", False) else None
+    run.backward(problem, q, grad_lse, out, lse, windows, case.get("want_bias", False))
     assert len(compiled) == (7 if isinstance(problem.bias, (LinearBias, DecayBias)) else 3)
+    hashing = [kernel for kernel in compiled if str(MULTIPLIERS[0]) in kernel.asm["ptx"]]
+    assert len(hashing) == (3 if problem.dropout else 0), "without dropout there is nothing of it in the kernels"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -188,9 +188,10 @@ def test_every_parameter_of_the_kernels_has_a_value() -> None:
             about = config.config_for(described.features, q, q, q)
             forward = about.forward_kernels(q, True)
             backward = about.backward_kernels(q, q, q, q, q, bias is not None)
-            run = dict.fromkeys(
-                ("Q", "K", "V", "OUT", "LSE", "DO", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES", "DTABLE")
-            )
+            run = dict.fromkeys((
+                "Q", "K", "V", "OUT", "LSE", "DO", "DLSE", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES", "DTABLE",
+                "TERMS", "TERMS_AHEAD", "ROW_SUMS", "ROW_SUMS_AHEAD", "COLUMN_SUMS", "COLUMN_SUMS_AHEAD",
+            ))  # fmt: skip
             for kernel in (*forward, *backward):
                 plain = kernel._replace(tiles={})
                 slices = dict.fromkeys(about.slices, q)

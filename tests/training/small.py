@@ -36,6 +36,7 @@ def small_config(data: Path, out: Path, **changes: Any) -> TrainConfig:
         "d_model": 16,
         "num_heads": 2,
         "dropout": 0.1,
+        "attention_dropout": changes.get("dropout", 0.1),
         "length": 32,
         "batch_tokens": 128,
         "accumulation": 2,

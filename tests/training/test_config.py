@@ -82,7 +82,9 @@ def test_the_papers_shape() -> None:
 
 
 def test_fields_go_before_the_recipe() -> None:
-    fields = config(model="tiny", num_layers=7, dropout=0.0, model_options={"norm": "rmsnorm"}).model_fields(300)
+    own = {"num_layers": 7, "dropout": 0.0, "attention_dropout": 0.2}
+    fields = config(model="tiny", **own, model_options={"norm": "rmsnorm"}).model_fields(300)
+    assert fields["attention_dropout"] == 0.2
     assert fields["num_layers"] == 7
     assert fields["d_model"] == 128
     assert fields["norm"] == "rmsnorm"

@@ -34,6 +34,8 @@ class ModelConfig(Settings):
     output_norm, output_gate: of attention, before its last linear layer: an RMSNorm of each head, and a gate
     sigmoid(W x) from the layer's normed input x.
     token_types: BERT-like segment embeddings, if above 0.
+    dropout: of the embeddings and of what attention and feed-forward add; attention_dropout: of attention's weights.
+        Both in training only.
     """
 
     vocab_size: int = 256
@@ -70,6 +72,7 @@ class ModelConfig(Settings):
     tie_embeddings: bool = True
     token_types: int = 0
     dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -94,8 +97,9 @@ class ModelConfig(Settings):
             raise ValueError(f"token_types must lie in [0, {LARGEST_SIZE}], got {self.token_types}")
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise ValueError(f"clip_qkv must be positive or None, got {self.clip_qkv}")
         for name in ("norm_eps", "attention_scale", "clip_qkv"):

@@ -108,6 +108,7 @@ class SelfAttention(nn.Module):
             scale=config.score_scale,
             key_padding_mask=context.key_padding_mask,
             cu_seqlens=context.cu_seqlens,
+            dropout=config.attention_dropout if self.training else 0.0,
         )
 
     def _decay(self, log_gates: Tensor | tuple[Tensor, Tensor], context: Context) -> DecayBias:
@@ -160,6 +161,7 @@ class CrossAttention(nn.Module):
             scale=config.score_scale,
             key_padding_mask=key_padding_mask,
             query_start=query_start,
+            dropout=config.attention_dropout if self.training else 0.0,
         )
         return self.out(out.transpose(1, 2).flatten(2))
 

@@ -8,6 +8,8 @@ The functions here check their arguments and describe the call as a `Problem`; d
     values.py      what the contents of its small tensors must be
     dispatch.py    which backend and path takes a problem, or why not
     operators.py   the backends as registered operators, for autograd and compilers
+    dropout.py     which weights are dropped
+    results.py     what can be returned besides the output: log-sum-exp, windows
     reference.py   the specification: dense, reads like the formula
     sdpa.py        torch's own kernels, where there is no bias
     tracing.py     whether torch compiles, transforms or records a call
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
 from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
+from trainshort.ops.results import AttentionOutput, Windows
 from trainshort.ops.tracing import is_eager
 from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.values import check_values
@@ -39,11 +42,13 @@ from trainshort.ops.values import check_values
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "AttentionOutput",
     "BucketBias",
     "DecayBias",
     "Explanation",
     "KerpleBias",
     "LinearBias",
+    "Windows",
     "alibi_attention",
     "alibi_slopes",
     "attention",
@@ -66,6 +71,8 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     cu_seqlens: Tensor | None = None,
     query_start: int | Tensor | None = None,
     key_norms: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
@@ -88,6 +95,11 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             tokens cached before this call. Keys after the last query are never looked at.
         key_norms: Upper bounds of the keys' norms, kept beside a cache so that a decoding step finds its window
             without a pass over the keys: [B, Hkv], or one for each block of 128 keys, or one for each key.
+        dropout: The probability, in [0, 1), that the weight of a query on a key is dropped after the softmax; others
+            are divided by 1 - dropout. For training: it does not ask whether gradients are recorded.
+        seed: Of the dropout: an int, or an int64 tensor on q's device. Which weights are dropped depends on it and on
+            row, head, query and key, and is the same on every backend and device. None: a new one from torch's
+            generator of q's device at each call.
         backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
 
     Returns:
@@ -116,10 +128,37 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         cu_seqlens=cu_seqlens,
         query_start=query_start,
         key_norms=key_norms,
+        dropout=dropout,
+        seed=seed,
         backend=backend,
     )
 
 
+# What is returned depends on what is asked for: the output, or an AttentionOutput.
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
+    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[False] = False, return_windows: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
+    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[True], return_windows: bool = False,
+    backend: str = "auto",
+) -> AttentionOutput: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
+    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, return_windows: Literal[True],
+    backend: str = "auto",
+) -> AttentionOutput: ...  # fmt: skip
 def attention(  # noqa: PLR0913  a public signature
     q: Tensor,
     k: Tensor,
@@ -133,22 +172,36 @@ def attention(  # noqa: PLR0913  a public signature
     cu_seqlens: Tensor | None = None,
     query_start: int | Tensor | None = None,
     key_norms: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_windows: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor | AttentionOutput:
     """Attention with a bias that depends on where queries and keys stand.
 
     Args:
         bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5), a KerpleBias or None. Keys can be
             skipped under the first two only: `tolerance` and `key_norms` say nothing otherwise.
+        return_lse: Also return the natural log-sum-exp of the scores, bias and scale included: float32 (float64 for
+            float64 inputs), [B, H, Tq], -inf where a query sees no key. Differentiable, so that attention to several
+            sets of keys can be merged. Of skipped keys it misses at most -ln(1 - tolerance).
+        return_windows: Also return which keys the forward pass visited, as `Windows`.
 
-    All other arguments, and what is returned, as in `alibi_attention`.
+    All other arguments as in `alibi_attention`.
+
+    Returns:
+        The output, [B, H, Tq, D]. If more is asked for, an AttentionOutput (out, lse, windows), where what was not
+        asked for is None.
 
     Example:
         >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
+        >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
     """
     _check_backend(backend)
     key = None
-    plain = key_padding_mask is None and cu_seqlens is None and key_norms is None
+    asks_more = return_lse or return_windows
+    plain = key_padding_mask is None and cu_seqlens is None and key_norms is None and not (asks_more or dropout)
     if plain and isinstance(bias, LinearBias) and _runs_on_triton(q, backend):
         key = triton_backend.cached_signature(q, k, v, bias, causal, scale, tolerance, query_start)
         cached = None if key is None else triton_backend.cached_call(key)
@@ -166,7 +219,12 @@ def attention(  # noqa: PLR0913  a public signature
         cu_seqlens=cu_seqlens,
         query_start=query_start,
         key_norms=key_norms,
+        dropout=dropout,
+        seed=seed,
+        wants_windows=bool(return_windows),
     )
+    if asks_more:
+        return dispatch.attend_fully(problem, backend, bool(return_lse))
     out = dispatch.attend(problem, backend)
     if key is not None and not problem.is_decoding and dispatch.why_not_triton(problem.q) is None:
         triton_backend.remember(key, problem)
@@ -201,9 +259,11 @@ def explain(
     unknown = sorted(set(attention_kwargs) - set(inspect.signature(attention).parameters))
     if unknown:
         raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
-    problem = make_problem(q, k, v, bias, **attention_kwargs)
+    want_lse = bool(attention_kwargs.pop("return_lse", False))
+    wants_windows = bool(attention_kwargs.pop("return_windows", False))
+    problem = make_problem(q, k, v, bias, wants_windows=wants_windows, **attention_kwargs)
     check_values(problem)
-    return dispatch.explain(problem, backend)
+    return dispatch.explain(problem, backend, fully=want_lse or wants_windows)
 
 
 def certified_windows(  # noqa: PLR0913  a public signature

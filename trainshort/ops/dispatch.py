@@ -29,6 +29,7 @@ from trainshort.ops.bias import learned_tensors
 from trainshort.ops.blocked import decode as blocked_decoding
 from trainshort.ops.blocked import run as blocked_backend
 from trainshort.ops.problem import BLOCK, Problem
+from trainshort.ops.results import AttentionOutput, finished_lse, finished_windows
 from trainshort.ops.tracing import is_eager, is_recording, refuse_transforms
 from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.triton import shapes
@@ -53,12 +54,17 @@ def _is_recording(problem: Problem) -> bool:
     return is_recording(*_tensors(problem))
 
 
+# Output, natural log-sum-exp, and what was visited: first and one-past-last key of each query; None for everything.
+Everything = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
+
+
 class Path(NamedTuple):
     name: str
     backend: str
     why_not: Callable[[Problem], str | None]  # in words; None where it takes the problem
     run: Callable[[Problem], Tensor]
     skips: Callable[[Problem], bool]  # whether it may skip keys of a problem that it takes
+    run_fully: Callable[[Problem], Everything] | None = None  # None where it computes the output alone
 
 
 def _nothing_against(problem: Problem) -> str | None:
@@ -68,6 +74,11 @@ def _nothing_against(problem: Problem) -> str | None:
 def _run_reference(problem: Problem) -> Tensor:
     check_values(problem)
     return reference.attend(problem)
+
+
+def _run_reference_fully(problem: Problem) -> Everything:
+    check_values(problem)
+    return *reference.attend_with_lse(problem), None
 
 
 def why_not_triton(q: Tensor) -> str | None:
@@ -99,6 +110,10 @@ def _why_not_triton_decoding(problem: Problem) -> str | None:
         return reason
     if not problem.is_decoding:
         return "it takes a few causal queries a row"
+    if problem.wants_windows:
+        return "it does not tell which keys it visits"
+    if problem.dropout:
+        return "it takes no dropout"
     return "it is forward only, and a gradient may be asked for" if _is_recording(problem) else None
 
 
@@ -109,11 +124,23 @@ def _run_triton_decoding(problem: Problem) -> Tensor:
     return triton_backend.decode(problem)
 
 
+def _run_triton_decoding_fully(problem: Problem) -> Everything:
+    refuse_transforms(_tensors(problem))
+    return *operators.triton_decode_lse_op(*operators.pack(problem)), None
+
+
 def _run_triton(problem: Problem) -> Tensor:
     refuse_transforms(_tensors(problem))
     if not _is_eager(problem):
         return operators.triton_op(*operators.pack(problem))[0]
     return triton_backend.attend(problem)
+
+
+def _run_triton_fully(problem: Problem) -> Everything:
+    refuse_transforms(_tensors(problem))
+    out, lse, windows = operators.triton_op(*operators.pack(problem))
+    visited = triton_backend.visited_keys(problem, windows) if problem.wants_windows else None
+    return out, lse * math.log(2.0), visited
 
 
 def _why_not_blocked_decoding(problem: Problem) -> str | None:
@@ -140,6 +167,12 @@ def _run_blocked(problem: Problem) -> Tensor:
     return operators.blocked_op(*operators.pack(problem))[0]
 
 
+def _run_blocked_fully(problem: Problem) -> Everything:
+    refuse_transforms(_tensors(problem))
+    out, lse, windows = operators.blocked_op(*operators.pack(problem))
+    return out, lse, blocked_backend.visited_keys(problem, windows)
+
+
 def _never(problem: Problem) -> bool:
     return False
 
@@ -157,13 +190,16 @@ def _may_skip_in_kernels(problem: Problem) -> bool:
 
 
 PATHS = (
-    Path("reference", "reference", _nothing_against, _run_reference, _never),
-    Path("triton decoding", "triton", _why_not_triton_decoding, _run_triton_decoding, _may_skip_with_norms),
+    Path("reference", "reference", _nothing_against, _run_reference, _never, _run_reference_fully),
+    Path(
+        "triton decoding", "triton", _why_not_triton_decoding, _run_triton_decoding, _may_skip_with_norms,
+        _run_triton_decoding_fully,
+    ),
     Path("sdpa", "", sdpa.why_not, sdpa.attend, _never),
-    Path("triton", "triton", _why_not_kernels, _run_triton, _may_skip_in_kernels),
+    Path("triton", "triton", _why_not_kernels, _run_triton, _may_skip_in_kernels, _run_triton_fully),
     Path("blocked decoding", "blocked", _why_not_blocked_decoding, _run_blocked_decoding, _may_skip),
-    Path("blocked", "blocked", _nothing_against, _run_blocked, _may_skip),
-)
+    Path("blocked", "blocked", _nothing_against, _run_blocked, _may_skip, _run_blocked_fully),
+)  # fmt: skip
 _NAMED = {name: tuple(path for path in PATHS if path.backend == name) for name in BACKENDS if name != "auto"}
 _AUTO_ON_GPU = tuple(path for path in PATHS if path.backend != "reference")
 _AUTO_ELSEWHERE = tuple(path for path in _AUTO_ON_GPU if path.backend != "triton")
@@ -176,20 +212,39 @@ def _candidates(problem: Problem, backend: str) -> tuple[Path, ...]:
     return _AUTO_ON_GPU if problem.q.is_cuda else _AUTO_ELSEWHERE
 
 
-def choose(problem: Problem, backend: str) -> Path:
-    """The first path that takes the problem, or an error that says why none of a named backend does."""
+def choose(problem: Problem, backend: str, fully: bool = False) -> Path:
+    """The first path that takes the problem, or an error that says why none of a named backend does.
+
+    fully: whether more than the output is asked for.
+    """
     reason = None
     for path in _candidates(problem, backend):
-        reason = path.why_not(problem)
+        reason = _why_not(path, problem, fully)
         if reason is None:
             return path
     reason = str(reason).removeprefix("it ")
     raise RuntimeError(f"backend {backend!r} {reason}: use backend='auto' or 'blocked', which run on any device")
 
 
+def _why_not(path: Path, problem: Problem, fully: bool) -> str | None:
+    return "it computes the output alone" if fully and path.run_fully is None else path.why_not(problem)
+
+
 def attend(problem: Problem, backend: str) -> Tensor:
     """Compute a problem with a backend."""
     return choose(problem, backend).run(problem)
+
+
+def attend_fully(problem: Problem, backend: str, want_lse: bool) -> AttentionOutput:
+    """The same, with the log-sum-exp if wanted, and the windows if the problem wants them."""
+    run = choose(problem, backend, fully=True).run_fully
+    assert run is not None
+    out, lse, visited = run(problem)
+    return AttentionOutput(
+        out,
+        finished_lse(problem, lse) if want_lse else None,
+        finished_windows(problem, visited) if problem.wants_windows else None,
+    )
 
 
 def backend_for(q: Tensor) -> str:
@@ -241,14 +296,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, backend: str) -> Explanation:
+def explain(problem: Problem, backend: str, fully: bool = False) -> Explanation:
     """Which path computes a problem, why not the others, and what share of keys it visits."""
-    chosen = choose(problem, backend)
+    chosen = choose(problem, backend, fully)
     why_not = {}
     for path in PATHS:
         if path is chosen:
             continue
-        reason = path.why_not(problem)
+        reason = _why_not(path, problem, fully)
         if reason is None:
             allowed = path in _candidates(problem, backend)
             reason = f"{chosen.name} comes first" if allowed else f"backend={backend!r} does not choose it"

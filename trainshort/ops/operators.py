@@ -6,7 +6,7 @@ and the places of gradients.
 
     trainshort::blocked, trainshort::triton                      output, log-sum-exp and windows
     trainshort::blocked_backward, trainshort::triton_backward    gradients
-    trainshort::triton_decode                                    output only
+    trainshort::triton_decode, trainshort::triton_decode_lse     output; with the log-sum-exp: forward only
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ assert len(set(NAMES)) == len(NAMES), "fields of problems and biases need names 
 TENSORS = [index for index, argument in enumerate(ARGUMENTS) if argument.type.startswith("Tensor")]
 LEARNED = [name for bias in BIASES for name in bias.learned]
 GRADIENTS = ["q", "k", "v", *LEARNED]  # what the backward operators return, in this order
-BACKWARD_INPUTS = ["grad", "out", "lse", "windows"]  # what they take besides a problem
+# What they take besides a problem: gradients of the output and, if it has one, of the log-sum-exp, and the results.
+BACKWARD_INPUTS = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor windows, bool want_bias, "
+BACKWARD_COUNT = BACKWARD_INPUTS.count(",")
 
 
 _PROBLEM_FIELDS = [field.name for field in fields(Problem)]
@@ -72,7 +74,7 @@ _BIAS_FIELDS = {kind: [field.name for field in fields(kind)] for kind in BIASES}
 def pack(problem: Problem) -> tuple[Any, ...]:
     """The arguments of an operator that stand for a problem."""
     values: dict[str, Any] = {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
-    values["scale"], values["tolerance"] = float(problem.scale), float(problem.tolerance)
+    values |= {name: float(values[name]) for name in ("scale", "tolerance", "dropout")}
     if isinstance(problem.query_start, Tensor):
         values["query_start"], values["query_starts"] = None, problem.query_start
     if problem.bias is not None:
@@ -126,12 +128,13 @@ def _attention_operator(
         return forward(problem)
 
     def compute_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-        (grad, out, lse, windows, want_bias), problem = arguments[:5], unpack(arguments[5:])
-        dq, dk, dv, bias = backward(problem, grad, out, lse, windows, want_bias)
+        grad, problem = arguments[0], unpack(arguments[BACKWARD_COUNT:])
+        dq, dk, dv, bias = backward(problem, *arguments[:BACKWARD_COUNT])
         return dq, dk, dv, *(bias[name] if name in bias else grad.new_empty(0) for name in LEARNED)
 
     def fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-        want_bias, values = arguments[4], dict(zip(NAMES, arguments[5:], strict=True))
+        want_bias = arguments[BACKWARD_COUNT - 1]
+        values = dict(zip(NAMES, arguments[BACKWARD_COUNT:], strict=True))
 
         def like(name: str) -> Tensor:
             tensor = values[name]
@@ -140,11 +143,12 @@ def _attention_operator(
 
         return *(layout(values[name]) for name in ("q", "k", "v")), *(like(name) for name in LEARNED)
 
-    taken = "".join(f"Tensor {name}, " for name in BACKWARD_INPUTS) + "bool want_bias, "
     operator = _operator(name, compute, lambda *arguments: fake(unpack(arguments)), _schema(3))
-    gradients = _operator(f"{name}_backward", compute_gradients, fake_gradients, _schema(len(GRADIENTS), taken))
+    gradients = _operator(
+        f"{name}_backward", compute_gradients, fake_gradients, _schema(len(GRADIENTS), BACKWARD_INPUTS)
+    )
     operator.register_autograd(
-        lambda ctx, grad, _lse, _windows: _gradients_by(gradients, ctx, grad), setup_context=_save_for_backward
+        lambda ctx, grad, grad_lse, _: _gradients_by(gradients, ctx, grad, grad_lse), setup_context=_save_for_backward
     )
     gradients.register_autograd(no_double_backward)
     return operator, gradients
@@ -154,23 +158,32 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> No
     out, lse, windows = output
     ctx.save_for_backward(out, lse, windows, *(inputs[index] for index in TENSORS))
     ctx.others = [None if index in TENSORS else value for index, value in enumerate(inputs)]
-    ctx.mark_non_differentiable(lse, windows)
+    ctx.mark_non_differentiable(windows)
+    ctx.set_materialize_grads(False)  # a log-sum-exp that nobody uses has no gradient, and costs nothing
 
 
-def _gradients_by(operator: Any, ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _gradients_by(operator: Any, ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     """What autograd asks for: a gradient for each argument that wants one, None for the others."""
+    if grad is None and grad_lse is None:
+        return (None,) * len(NAMES)
     out, lse, windows, *tensors = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
     arguments = list(ctx.others)
     for index, tensor in zip(TENSORS, tensors, strict=True):
         arguments[index] = tensor
     wanted = dict(zip(NAMES, ctx.needs_input_grad, strict=True))
-    found = operator(grad, out, lse, windows, any(wanted[name] for name in LEARNED), *arguments)
+    want_bias = any(wanted[name] for name in LEARNED)
+    found = operator(grad, grad_lse, out, lse, windows, want_bias, *arguments)
     gradients = dict(zip(GRADIENTS, found, strict=True))
     return tuple(gradients[name] if wanted[name] and name in gradients else None for name in NAMES)
 
 
 def _decode(*arguments: Any) -> Tensor:
     return triton_backend.decode(unpack(arguments))
+
+
+def _decode_with_lse(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return triton_backend.decode_with_lse(unpack(arguments))
 
 
 blocked_op, blocked_backward_op = _attention_operator(
@@ -181,4 +194,10 @@ triton_op, triton_backward_op = _attention_operator(
 )
 triton_decode_op = _operator(
     "triton_decode", _decode, lambda *arguments: triton_backend.fake(unpack(arguments))[0], _schema(1)
+)
+triton_decode_lse_op = _operator(
+    "triton_decode_lse",
+    _decode_with_lse,
+    lambda *arguments: triton_backend.fake(unpack(arguments))[:2],
+    _schema(2),
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainshort.ops.bias import Bias, LinearBias, Sight
 from trainshort.ops.biases import BIASES, NAMES
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.dropout import seed_tensor, threshold_of
 
 BLOCK = 128  # rows and keys of a block: the granularity at which keys are skipped
 
@@ -48,6 +49,9 @@ class Problem:
     cu_seqlens: Tensor | None = None  # [documents + 1]
     query_start: int | Tensor | None = None  # position of query 0 among the keys
     key_norms: Tensor | None = None  # upper bounds of ‖k‖: [B, Hkv], a block of keys or a key each
+    dropout: float = 0.0  # the probability that a weight is dropped
+    seed: Tensor | None = None  # of the dropout: int64 [], or what each query makes of it, [B, H, Tq, 2] (dropout.py)
+    wants_windows: bool = False  # whether it is to be told which keys were visited
 
     @property
     def start(self) -> int | Tensor:
@@ -112,8 +116,7 @@ class Problem:
         def rows_of(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[rows]
 
-        start = self.query_start
-        norms = self.key_norms
+        start, norms, seed = self.query_start, self.key_norms, self.seed
         return replace(
             self,
             q=self.q[rows, heads],
@@ -123,6 +126,7 @@ class Problem:
             key_padding_mask=rows_of(self.key_padding_mask),
             query_start=start[rows] if isinstance(start, Tensor) else start,
             key_norms=None if norms is None else norms[rows, keys],
+            seed=seed if seed is None or seed.dim() == 0 else seed[rows, heads],
         )
 
     @property
@@ -229,10 +233,21 @@ def make_problem(
         scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
         tolerance=DEFAULT_TOLERANCE[q.dtype] if tolerance is None else tolerance,
         key_norms=key_norms,
+        **_dropout(q, others.pop("dropout", 0.0), others.pop("seed", None)),
         **others,
     )
     check_shapes(problem)
     return problem
+
+
+def _dropout(q: Tensor, dropout: float, seed: int | Tensor | None) -> dict[str, Any]:
+    """The fields of a problem that say which weights are dropped."""
+    if type(dropout) is float and dropout == 0.0:
+        return {}
+    _check_number("dropout", dropout)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must lie in [0, 1): the probability that a weight is dropped; got {dropout}")
+    return {"dropout": dropout, "seed": seed_tensor(seed, q)} if threshold_of(dropout) else {}
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The specification: dense attention that reads like the formula.
 
     score[i, j] = scale * q[i] . k[j] + bias(i, j)        where query i may see key j, else -inf
-    output[i]   = sum over j of softmax(score[i])[j] * v[j]
+    output[i]   = sum over j of softmax(score[i])[j] * v[j]          under dropout, some of them, times 1/(1 - p)
 
 It builds the whole length x length matrix, in float64 for float64 inputs and in float32 otherwise, and skips
 nothing. Every other backend is tested against it.
@@ -15,17 +15,38 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trainshort.ops.dropout import factors, query_keys
 from trainshort.ops.problem import Problem
 
 
 def attend(problem: Problem) -> Tensor:
     """Dense attention, [B, H, Tq, D]. Autograd differentiates it."""
+    return attend_with_lse(problem)[0]
+
+
+def attend_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same, and the log-sum-exp of the scores [B, H, Tq]; that of a query that sees no key says nothing."""
     with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
+        kept = _dropout_factors(problem)
         if problem.cu_seqlens is None:
-            return _attend(problem)
+            return _attend(problem, kept)
         borders = problem.cu_seqlens.tolist()
-        documents = [_document(problem, *border) for border in itertools.pairwise(borders)]
-        return torch.cat([_attend(document) for document in documents], dim=2) if documents else problem.q * 0.0
+        documents = [
+            _attend(_document(problem, low, high), None if kept is None else kept[..., low:high, low:high])
+            for low, high in itertools.pairwise(borders)
+        ]
+        if not documents:
+            return problem.q * 0.0, problem.q.sum(-1, dtype=problem.accumulate_dtype)
+        outs, sums = zip(*documents, strict=True)
+        return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+
+def _dropout_factors(problem: Problem) -> Tensor | None:
+    """What dropout multiplies each weight by, [B, H, Tq, Tk]."""
+    if problem.seed is None:
+        return None
+    key = torch.arange(problem.k.shape[2], device=problem.k.device)
+    return factors(query_keys(problem.seed, *problem.q.shape[:3]), key, problem.dropout, problem.accumulate_dtype)
 
 
 def _document(problem: Problem, first: int, end: int) -> Problem:
@@ -35,7 +56,7 @@ def _document(problem: Problem, first: int, end: int) -> Problem:
     return replace(problem, q=q, k=k, v=v, bias=bias, cu_seqlens=None, key_norms=None)
 
 
-def _attend(problem: Problem) -> Tensor:
+def _attend(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     dtype = problem.accumulate_dtype
     q, k, v = (tensor.to(dtype) for tensor in (problem.q, problem.k, problem.v))
     groups = q.shape[1] // k.shape[1]
@@ -49,8 +70,10 @@ def _attend(problem: Problem) -> Tensor:
     scores = problem.scale * (q @ k.transpose(-2, -1)) + bias_matrix(problem, dtype)  # [B, H, Tq, Tk]
     scores = scores.masked_fill(~seen, float("-inf"))
     # A row that sees no key would be 0/0: let it see everything, then take its output away.
-    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1)
-    return (weights @ v).masked_fill(blind, 0.0).to(problem.q.dtype)
+    scores = scores.masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, dim=-1)
+    weights = weights if kept is None else weights * kept
+    return (weights @ v).masked_fill(blind, 0.0).to(problem.q.dtype), torch.logsumexp(scores, dim=-1)
 
 
 def visible(problem: Problem) -> Tensor:

@@ -22,6 +22,8 @@ def why_not(problem: Problem) -> str | None:
     """Why scaled_dot_product_attention does not compute a problem in linear memory, in words; None where it does."""
     if problem.bias is not None:
         return "it takes no bias"
+    if problem.dropout:
+        return "its dropout is another one on each device"
     if problem.q.shape[1] != problem.k.shape[1] and not problem.q.is_cuda:
         return "on a CPU it takes no grouped queries"
     if problem.key_padding_mask is not None or problem.cu_seqlens is not None:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import threads
+from trainshort.ops.bias import Sight
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.near import lse_lower_bound
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
@@ -147,18 +149,44 @@ def _is_short(problem: Problem) -> bool:
 
 def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
     """The key blocks that hold a key in sight of a query block: [low, high), each int64 [B, H, blocks]."""
-    first, end = problem.key_runs()
-    position = problem.positions()
     limits = {}
-    for sight in set(problem.sights):
-        low = torch.maximum(first, position) if sight == "future" else first.expand_as(first + position)
-        high = torch.minimum(end, position + 1) if sight == "past" else end.expand_as(end + position)
+    for sight, (low, high) in _limits(problem).items():
         blind = high <= low
-        low = low.masked_fill(blind, FAR)
-        high = high.masked_fill(blind, 0)
+        low, high = low.masked_fill(blind, FAR), high.masked_fill(blind, 0)
         low = _by_block(low, block, fill=FAR).amin(-1)
         high = _by_block(high, block, fill=0).amax(-1)
         limits[sight] = (low // block, -(-high // block))
+    return _of_heads(problem, limits)
+
+
+def visible_keys(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The keys in sight of each query: [first, end), int64 [B, H, Tq] each; none at all where end <= first."""
+    low, high = _of_heads(problem, _limits(problem))
+    if isinstance(problem.bias, DecayBias):
+        place = problem.bias_positions()
+        first, end = problem.bias.first_visible(place), problem.bias.end_visible(place)
+        low = low if first is None else torch.maximum(low, first)
+        high = high if end is None else torch.minimum(high, end)
+    return low, high
+
+
+Limits = dict[Sight, tuple[Tensor, Tensor]]
+
+
+def _limits(problem: Problem) -> Limits:
+    """For heads that look one way or another, the keys [low, high) of each query: [B or 1, Tq] each."""
+    first, end = problem.key_runs()
+    position = problem.positions()
+    limits: Limits = {}
+    for sight in set(problem.sights):
+        low = torch.maximum(first, position) if sight == "future" else first.expand_as(first + position)
+        high = torch.minimum(end, position + 1) if sight == "past" else end.expand_as(end + position)
+        limits[sight] = (low, high)
+    return limits
+
+
+def _of_heads(problem: Problem, limits: Limits) -> tuple[Tensor, Tensor]:
+    """[B or 1, ...] for each way to look -> [B, H, ...]."""
     batch = problem.q.shape[0]
     low, high = (
         torch.stack([limits[sight][side].expand(batch, -1) for sight in problem.sights], dim=1) for side in (0, 1)

@@ -33,6 +33,9 @@ class TrainConfig(Settings):
     num_heads: int | None = field(default=None, metadata={"help": "instead of the recipe's", "least": 1})
     d_ff: int | None = field(default=None, metadata={"help": "instead of the recipe's", "least": 1})
     dropout: float | None = field(default=None, metadata={"help": "instead of the recipe's", "least": 0})
+    attention_dropout: float | None = field(
+        default=None, metadata={"help": "of attention's weights; by default the recipe's: 0", "least": 0}
+    )
     model_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
     position_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
     extended_at: tuple[int, ...] = field(default=(), metadata={"hidden": True})  # steps at which it was done before
@@ -145,7 +148,7 @@ class TrainConfig(Settings):
         ]
 
 
-_MODEL_FIELDS = ("num_layers", "d_model", "num_heads", "d_ff", "dropout")
+_MODEL_FIELDS = ("num_layers", "d_model", "num_heads", "d_ff", "dropout", "attention_dropout")
 _ELSEWHERE = {
     "vocab_size": "the data's tokenizer says it",
     "max_length": "it is the training length",

@@ -161,6 +161,16 @@ FEATURES: dict[str, Callable[[Place], dict[str, Any]]] = {
     "packed_one_sided": lambda p: packed(0, 130, 200, heads=5, causal=False, sees=ONE_SIDED),
     "packed_steep": lambda p: packed(0, 20, 390, 400, slopes=p.steep),
     "packed_many": lambda p: packed(*range(0, 151, 15), heads=1),
+    "dropout": lambda p: {"dropout": 0.3, "dropout_seed": 5},
+    "dropout_symmetric": lambda p: symmetric(dropout=0.5, dropout_seed=-(2**62) - 3, slopes=p.steep),
+    "dropout_grouped_padded": lambda p: {
+        "batch": 2, "heads": 4, "kv_heads": 2, "dropout": 0.1,
+        "key_padding_mask": left_padding(p.length, p.length // 2 - 10, length=p.length),
+    },
+    "dropout_packed": lambda p: packed(0, 1, 150, 151, 300, dropout=0.2),
+    "dropout_bucket": lambda p: p.bucket | {"dropout": 0.9},
+    "dropout_without_bias": lambda p: {"bias": "none", "dropout": 1e-3, "dropout_seed": 2**40},
+    "dropout_query_start": lambda p: {"queries": 50, "keys": p.length, "query_start": p.length - 80, "dropout": 0.3},
     "scale": lambda p: {"queries": p.length * 2 // 3, "scale": 1.0},
     "scale_zero": lambda p: {"queries": p.length * 2 // 3, "scale": 0.0},
     "scale_negative": lambda p: {"queries": p.length * 2 // 3, "scale": -0.7},
@@ -222,7 +232,10 @@ FEATURES |= {
     "borders_everywhere": lambda p: {
         "bias": "gates", "log_gates": torch.full((p.batch, p.heads, p.length), -torch.inf),
     },
+    "gates_dropout": lambda p: {"bias": "gates", "dropout": 0.3},
+    "gates_dropout_both_sides": lambda p: symmetric(bias="gates", dropout=0.3, dropout_seed=1),
     "times": lambda p: {"bias": "times"},
+    "times_dropout": lambda p: {"bias": "times", "dropout": 0.3},
     "times_both_sides": lambda p: symmetric(bias="times", slopes=p.steep),
     "times_by_row": lambda p: {
         "bias": "times", "batch": 2, "slopes": p.steep_by_row,

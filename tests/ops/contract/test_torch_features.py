@@ -90,11 +90,12 @@ def test_the_backward_operator_is_well_formed(name: str, want_bias: bool, place:
     case = make(place, name)
     arguments = operator_arguments(case, requires_grad=False)
     out, lse, windows = getattr(torch.ops.trainshort, place.backend)(*arguments)
-    torch.library.opcheck(
-        getattr(torch.ops.trainshort, f"{place.backend}_backward").default,
-        (case.upstream(), out, lse, windows, want_bias, *arguments),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    for grad_lse in (None, torch.ones_like(lse)):
+        torch.library.opcheck(
+            getattr(torch.ops.trainshort, f"{place.backend}_backward").default,
+            (case.upstream(), grad_lse, out, lse, windows, want_bias, *arguments),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 # Compilation

@@ -40,6 +40,8 @@ def why_not(problem: Problem) -> str | None:
         return f"it runs on a CPU, got {q.device}"
     if problem.key_norms is None:
         return "it needs key_norms"
+    if problem.dropout:
+        return "it takes no dropout"
     if problem.bias is None or not problem.bias.certifiable:
         return "it needs a bias that keys can be skipped under, such as ALiBi"
     if q.dtype not in (torch.float32, torch.float64):

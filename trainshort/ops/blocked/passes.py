@@ -17,6 +17,7 @@ from trainshort.ops.blocked.calls import BatchedCall, GatheredCall, Place, split
 from trainshort.ops.blocked.cut import Piece, PieceSizes, Segment, cut, segments
 from trainshort.ops.blocked.decay_pieces import DecayPieces
 from trainshort.ops.blocked.piece_bias import PieceBias
+from trainshort.ops.dropout import factors
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.windows import visible_blocks
 
@@ -185,8 +186,16 @@ class Pass:
             self.bias.mask(call, causal),
             self.problem.scale,
             causal,
+            self._factors(call),
         )
         return inputs, self.bias.shift(call)
+
+    def _factors(self, call: BatchedCall | GatheredCall) -> Tensor | None:
+        """What dropout multiplies the weights of a piece by."""
+        if self.problem.seed is None:
+            return None
+        index = torch.arange(self.k.shape[2], device=self.k.device).expand(self.batch, self.heads, -1)
+        return factors(call.queries(self.problem.seed), call.of_keys(index), self.problem.dropout, self.dtype)
 
     def _is_fused(self, call: BatchedCall | GatheredCall) -> bool:
         return self.fused and not self.bias.straddles(call) and (not self.sums or self.bias.is_one_sided(call))

@@ -26,6 +26,9 @@ class Inputs(NamedTuple):
     mask: Tensor | None  # added to the scores; -inf where a key is out of sight
     scale: float
     causal: bool = False  # the fused kernel leaves out keys after a query, besides what the mask says
+    factors: Tensor | None = (
+        None  # [X, Y, R, W], of the weights after the softmax: dropout, by the plain kernels only
+    )
 
 
 class Gradients(NamedTuple):
@@ -64,7 +67,7 @@ def has_plain_rows(tensor: Tensor) -> bool:
 
 
 def fused_forward(piece: Inputs) -> tuple[Tensor, Tensor]:
-    q, k, v, mask, scale, causal = piece
+    q, k, v, mask, scale, causal, _ = piece
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -76,7 +79,7 @@ def fused_forward(piece: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def fused_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    q, k, v, mask, scale, causal = piece
+    q, k, v, mask, scale, causal, _ = piece
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lanes, rows = q.shape[0] * q.shape[1], q.shape[2]
     if lanes > 1 or rows % 2 or causal or threads.is_inside() or torch.get_num_threads() == 1:
@@ -125,15 +128,19 @@ def plain_forward(piece: Inputs) -> tuple[Tensor, Tensor]:
     top = top.masked_fill(torch.isneginf(top), 0.0)  # every key at -inf: no weight here, others may have some
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    out = weights @ piece.v / total.masked_fill(total == 0, 1.0)
+    out = _dropped(piece, weights) @ piece.v / total.masked_fill(total == 0, 1.0)
     return out, (top + torch.log(total))[..., 0]
+
+
+def _dropped(piece: Inputs, weights: Tensor) -> Tensor:
+    return weights if piece.factors is None else weights * piece.factors
 
 
 def plain_backward(piece: Inputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     weights = torch.exp(_scores(piece) - lse[..., None])
-    dv = weights.transpose(-2, -1) @ grad
+    dv = _dropped(piece, weights).transpose(-2, -1) @ grad
     dot = (grad * out).sum(-1, keepdim=True)
-    dscores = weights * (grad @ piece.v.transpose(-2, -1) - dot)
+    dscores = weights * (_dropped(piece, grad @ piece.v.transpose(-2, -1)) - dot)
     dq = dscores @ piece.k * piece.scale
     dk = dscores.transpose(-2, -1) @ piece.q * piece.scale
     return Gradients(dq, dk, dv, dscores)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from trainshort.ops.blocked.decay_pieces import DecayPieces
 from trainshort.ops.blocked.passes import Pass, bias_of
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.dropout import query_keys
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.splits import Split, splits_of
 from trainshort.ops.windows import promising_heads
@@ -48,14 +50,59 @@ def fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), lse, q.new_empty((_windows_size(q),), dtype=torch.int32)
 
 
+def visited_keys(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """First and one-past-last key of the window of each query, in sight or not: int32 [B, H, Tq].
+
+    windows: as `forward` returned them.
+    """
+    batch, heads, queries, _ = problem.q.shape
+    each = windows.view(batch, heads, (queries + BLOCK - 1) // BLOCK, 2).repeat_interleave(BLOCK, dim=2)[
+        :, :, :queries
+    ]
+    first, end = (each * BLOCK).unbind(-1)
+    return first.clamp_min(0), torch.where(end < 0, problem.k.shape[2], end)  # EVERYTHING is negative
+
+
 def backward(
-    problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
+    problem: Problem,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    windows: Tensor,
+    want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and, if wanted, of the learned fields of the bias. windows: as `forward` returned them."""
     visited = None
     if windows.numel() > 0 and not _capturing(windows) and int(windows[0]) != EVERYTHING:
         visited = windows.view(*problem.q.shape[:2], -1, 2)
-    return backward_in(problem, visited, out, lse, grad, want_bias)
+    if grad_lse is None:
+        return backward_in(problem, visited, out, lse, grad, want_bias)
+    wide, wide_out, wide_grad = _with_lse_channel(problem, out, grad, grad_lse)
+    *gradients, bias = backward_in(wide, visited, wide_out, lse, wide_grad, want_bias)
+    dq, dk, dv = (
+        gradient_like(tensor).copy_(gradient[..., : tensor.shape[3]])
+        for tensor, gradient in zip((problem.q, problem.k, problem.v), gradients, strict=True)
+    )
+    return dq, dk, dv, bias
+
+
+def _with_lse_channel(
+    problem: Problem, out: Tensor, grad: Tensor, grad_lse: Tensor
+) -> tuple[Problem, Tensor, Tensor]:
+    """The problem, its output and the output's gradient with channels more, that bring in the log-sum-exp's gradient.
+
+    The scores' gradient is p_ij (do_i.v_j - do_i.o_i + dlse_i). Where q, k and v have a channel of zeros, the output
+    one of -dlse and its gradient one of ones, do_i.o_i becomes do_i.o_i - dlse_i, and nothing else changes.
+    """
+    dim, dtype = problem.q.shape[3], problem.accumulate_dtype
+    q, k, v, out, grad = (
+        torch.nn.functional.pad(tensor.to(dtype), (0, 4))  # a multiple of 4 is faster
+        for tensor in (problem.q, problem.k, problem.v, out, grad)
+    )
+    out[..., dim] = -grad_lse
+    grad[..., dim] = 1.0
+    return replace(problem, q=q, k=k, v=v), out, grad
 
 
 def _windows_size(q: Tensor) -> int:
@@ -84,7 +131,14 @@ def _capturing(tensor: Tensor) -> bool:
 def forward_in(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
     with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
-        return _forward(problem, windows)
+        return _forward(_with_query_keys(problem), windows)
+
+
+def _with_query_keys(problem: Problem) -> Problem:
+    """With what each query makes of the seed, so that splits of the problem drop what the whole would."""
+    if problem.seed is None:
+        return problem
+    return replace(problem, seed=query_keys(problem.seed, *problem.q.shape[:3]))
 
 
 def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,6 +183,7 @@ def backward_in(
     problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and, if wanted, of the bias."""
+    problem = _with_query_keys(problem)
     if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item() + grad.sum().item()):
         return (*short.backward(problem, out, lse, grad), {})
     splits = splits_of(problem, windows)
@@ -182,4 +237,4 @@ def _can_fuse_sums(problem: Problem) -> bool:
 
 
 def _can_fuse(problem: Problem) -> bool:
-    return problem.q.device.type == "cpu" and piece_kernels.has_fused()
+    return problem.q.device.type == "cpu" and piece_kernels.has_fused() and not problem.dropout

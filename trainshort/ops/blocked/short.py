@@ -29,6 +29,7 @@ def fits(problem: Problem, windows: Tensor | None) -> bool:
         and isinstance(problem.bias, LinearBias)
         and not problem.bias.differs_by_row
         and problem.causal
+        and not problem.dropout
         and piece_kernels.can_hide_future(problem.scale)
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.float64)

@@ -24,15 +24,19 @@ from trainshort.ops.triton.tiles import (
     LN2,
     MASKED,
     NO_BIAS,
+    ONE,
     PAST,
     ROWS,
     UNIT,
     among_keys,
     full_bias,
+    head_numbers,
+    is_kept,
     key_term,
     load_rows,
     place,
     position,
+    query_numbers,
     query_term,
     sees_of,
     sight,
@@ -46,10 +50,10 @@ from trainshort.ops.triton.tiles import (
 def _query_range(
     dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
     stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-    max_distance, log2_scale,
+    max_distance, log2_scale, s0, s1, k0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr,
+    STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Take in the key tiles of one range: dq, and sums of ds for the gradient of the bias.
     anchor, row_term: of a decay, on the side of this range."""
@@ -75,6 +79,9 @@ def _query_range(
             s += (row - lse)[:, None]
         w = tl.exp2(s)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
+        if DROPOUT > 0:
+            kept = is_kept(s0[:, None], s1[:, None], (k0 + j)[None, :], DROPOUT)
+            dp = tl.where(kept, dp * (ONE / (ONE - DROPOUT)), 0.0)
         ds = w * (dp - delta[:, None])
         if SIDE == MASKED:  # a weight of zero times a value that is not finite
             ds = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), ds, 0.0)
@@ -123,9 +130,9 @@ def _query_range(
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
-    Q, K, V, DO, OUT, LSE, DELTA, TERMS, TERMS_AHEAD, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS, ROW_SUMS_AHEAD,
-    SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER,
-    UNIT0,
+    Q, K, V, DO, OUT, LSE, DLSE, DELTA, SEED, TERMS, TERMS_AHEAD, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS,
+    ROW_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ,
+    BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
@@ -134,7 +141,7 @@ def query_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
-    NB: tl.constexpr, GROUP: tl.constexpr,
+    NB: tl.constexpr, GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -192,6 +199,8 @@ def query_kernel(
     o = load_rows(OUT, b, h, row, o_base, stride_ot, nq, D, BD, BM, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = (b * H + h).to(tl.int64) * Tq + q0 + r
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + at, mask=r < nq, other=0.0)
     delta = tl.where(some, delta, 0.0)
     tl.store(DELTA + at, delta, mask=r < nq)
     lse = tl.load(LSE + at, mask=r < nq, other=float("inf"))
@@ -202,6 +211,10 @@ def query_kernel(
         if not CAUSAL:
             of_group = tl.load(AHEAD + among_keys(start + tl.minimum(first_row + GROUP, nq) - 1, nk))
             tl.store(TERMS_AHEAD + at, query_term(LEVELS, AHEAD, p, nk, of_group, FUTURE) - lse, mask=r < nq)
+    s0, s1 = 0, 0
+    if DROPOUT > 0:
+        s0, s1 = head_numbers(SEED, b, h)
+        s0, s1 = query_numbers(s0, s1, q0 + r)
     dq = tl.zeros([BM, BD], tl.float32)
     dpast = tl.zeros([BM], tl.float32)
     dfuture = tl.zeros([BM], tl.float32)
@@ -209,29 +222,33 @@ def query_kernel(
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS,
+        NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES,
+        DBIAS, NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES, DBIAS, NB,
+        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES,
+        DBIAS, NB, DROPOUT,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
             stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
-            offset, max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES,
-            DBIAS, NB,
+            offset, max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA,
+            PRECISION, STAGES, DBIAS, NB, DROPOUT,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
             stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-            max_distance, log2_scale, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB,
+            max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
+            DBIAS, NB, DROPOUT,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * scale, 0.0)
     store_rows(DQ, dq, row, dq_base, stride_dqt, nq, D, BD, BM)
@@ -257,10 +274,10 @@ def query_kernel(
 def _key_range(
     dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END,
     b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
-    anchor, own_term, mp, mf, offset, max_distance, log2_scale,
+    anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr,
+    STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries that look back to
     each key, or ahead to it. TERMS, anchor, own_term: of a decay, on the side of this range."""
@@ -300,8 +317,15 @@ def _key_range(
             row, column = split_bias(LINE, p, j, ref, mp, mf, offset, max_distance, BIAS, SIDE)
             s += column[:, None]
             w = tl.exp2(s + (row - lse)[None, :])
-        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
+        kept_w = w
+        if DROPOUT > 0:
+            r0, r1 = query_numbers(s0, s1, q0 + r)
+            kept = is_kept(r0[None, :], r1[None, :], (k0 + j)[:, None], DROPOUT)
+            kept_w = tl.where(kept, w, 0.0)
+        dv = tl.dot(kept_w.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
+        if DROPOUT > 0:
+            dp = tl.where(kept, dp * (ONE / (ONE - DROPOUT)), 0.0)
         ds = w * (dp - delta[None, :])
         if SIDE == MASKED:
             ds = tl.where(seen, ds, 0.0)
@@ -335,7 +359,7 @@ def _rows_up_to(BORDERS, limit, first, end, start, nk):
 
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
-    Q, K, V, DO, LSE, DELTA, TERMS, TERMS_AHEAD, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES,
+    Q, K, V, DO, LSE, DELTA, SEED, TERMS, TERMS_AHEAD, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES,
     LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -345,7 +369,7 @@ def key_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
-    DBIAS: tl.constexpr,
+    DBIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1)
@@ -395,6 +419,9 @@ def key_kernel(
                 own_term_ahead = key_term(levels, ahead, j, nk, anchor_ahead, FUTURE)
         past = tl.zeros([BN], tl.float32)
         future = tl.zeros([BN], tl.float32)
+        s0, s1 = 0, 0
+        if DROPOUT > 0:
+            s0, s1 = head_numbers(SEED, b, h)
         sees = sees_of(SEES, h, CAUSAL, SIDED)
         unit0 = (b * H + h) * stride_window
         until0 = (b * H + h) * stride_window + key // UNIT
@@ -428,24 +455,24 @@ def key_kernel(
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
                     dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-                    gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
-                    r0, n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance,
-                    log2_scale,
-                    D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                    gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0,
+                    n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                    s0, s1, q0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                    DROPOUT,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
                 dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
-                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
-                r0, n1, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
-                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
+                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
+                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
             m0 = n1
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
-            m0, n2, j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees,
+            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
+            GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         n3 = r1
         if GATES:  # rows behind a border see a part of these keys, those further behind none
@@ -455,17 +482,17 @@ def key_kernel(
             n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
             r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
-            n2, n3, j, start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
-            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
+            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees,
+            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
+            GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
-                n3, r1, j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale,
-                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
+                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start,
+                sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS,
+                CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
         if DBIAS:
             sums_at = (b * H + h).to(tl.int64) * Tk + k0 + j
@@ -474,5 +501,7 @@ def key_kernel(
                 tl.store(COLUMN_SUMS_AHEAD + sums_at, future, mask=j < nk)
     dk_base = b.to(tl.int64) * stride_dkb + hk.to(tl.int64) * stride_dkh + k0.to(tl.int64) * stride_dkt
     dv_base = b.to(tl.int64) * stride_dvb + hk.to(tl.int64) * stride_dvh + k0.to(tl.int64) * stride_dvt
+    if DROPOUT > 0:
+        dv *= ONE / (ONE - DROPOUT)
     store_rows(DK, dk * scale, key, dk_base, stride_dkt, nk, D, BD, BN)
     store_rows(DV, dv, key, dv_base, stride_dvt, nk, D, BD, BN)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.bias import LOG2E, NO_BIAS, KernelBias, Sight
+from trainshort.ops.dropout import threshold_of
 from trainshort.ops.problem import Problem
 from trainshort.ops.triton.shapes import ROWS, UNIT, allows_tf32, blocks_of, borders_of, can_skip
 
@@ -41,6 +42,7 @@ class Features(NamedTuple):
     tail: bool  # keys after the last query, which must not even be multiplied by zero
     blind: bool  # queries that see no key, which must not even be multiplied by zero
     tf32: bool
+    dropout: int = 0  # its probability in units of 2^-31
 
 
 class Call(NamedTuple):
@@ -84,6 +86,7 @@ def describe(problem: Problem) -> Call:
         "AHEAD_END": bias.levels if bias.ahead_end is None else bias.ahead_end,
         "SEQ": None,  # int32 [sequences, 5]
         "BLOCKS": None,  # int32 [blocks, 2]: document, block in it
+        "SEED": _seed(problem),
         "UNIT0": None,  # int32 [documents]: first unit of each
     }
     features = _features(problem, bias)
@@ -96,6 +99,12 @@ def describe(problem: Problem) -> Call:
         values["SEQ"], start = sequences_of(problem, start), 0
     assert isinstance(start, int)
     return Call(features, {**values, **numbers_of(problem, start)})
+
+
+def _seed(problem: Problem) -> Tensor | None:
+    """The seed of the dropout, at an address that is a multiple of 16, as the kernels are compiled for."""
+    seed = problem.seed
+    return seed if seed is None or seed.data_ptr() % 16 == 0 else seed.clone()
 
 
 def kernel_bias(problem: Problem) -> KernelBias:
@@ -127,6 +136,7 @@ def _features(problem: Problem, bias: KernelBias) -> Features:
         blind=_may_be_blind(problem),
         tail=problem.causal and isinstance(start, int) and start + problem.q.shape[2] < problem.k.shape[2],
         tf32=problem.q.dtype == torch.float32 and allows_tf32(),
+        dropout=threshold_of(problem.dropout),
     )
 
 

@@ -173,6 +173,7 @@ class Config:
             "PRECISION": self.precision,
             "COARSE": COARSE[self.precision],
             "BLIND": features.blind,
+            "DROPOUT": features.dropout,
             "NB": self.buckets,
             "PARTS": self.unit_parts,
             "TOGETHER": min(1024, triton.next_power_of_2(max(self.units, self.key_units))),
@@ -207,7 +208,7 @@ class Config:
         return kernels
 
     def backward_kernels(
-        self, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, want_bias: bool
+        self, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, want_bias: bool, has_dlse: bool = False
     ) -> list[Kernel]:
         """All gradients; those of slopes and table as partial sums. Of the tensors only their layouts count."""
         tma = self.tma and can_describe(grad)
@@ -222,6 +223,7 @@ class Config:
                 **strides("o", out),
                 **strides("dq", dq),
                 DBIAS=want_bias,
+                HAS_DLSE=has_dlse,
                 GROUP=by_key.rows,
             ),
             self._attention(
@@ -255,22 +257,26 @@ class Config:
         """Of what each program of the backward pass finds of the gradient of slopes."""
         return self.batch, self.heads, self.blocks * (ROWS // self.tiles["queries"].rows)
 
-    def visited(self, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The first and one-past-last key unit of every query unit that a forward pass visited, from its scratch
-        memory: int32 [B, H, units] each. Causal attention stops at the diagonal: None."""
+    def visited_parts(self, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The first and one-past-last key unit that a forward pass visited, from its scratch memory, for every part
+        of a unit of queries: int32 [B, H, units, parts] each. Causal attention stops at the diagonal: None."""
         shape = (self.batch, self.heads, self.units, self.unit_parts)
-        # Parts of a unit beyond the last query were not written.
-        part = torch.arange(self.units * self.unit_parts, device=scratch.device).view(shape[2:])
-        written = part * (UNIT // self.unit_parts) < self.queries
-        if self.packed:  # nor were those of short documents
-            assert self.unit_parts == 1
-            written = torch.ones_like(written)
 
         def read(name: str) -> Tensor:
             return scratch[self.slices[name].offset :].view(torch.int32)[: math.prod(shape)].view(shape)
 
-        first = read("FROM").where(written, 2**30).amin(-1)
-        return first, None if self.causal else read("TO").where(written, 0).amax(-1)
+        return read("FROM"), None if self.causal else read("TO")
+
+    def visited(self, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same for every unit of queries: int32 [B, H, units] each."""
+        # Parts of a unit beyond the last query were not written.
+        part = torch.arange(self.units * self.unit_parts, device=scratch.device).view(-1, self.unit_parts)
+        written = part * (UNIT // self.unit_parts) < self.queries
+        if self.packed:  # nor were those of short documents
+            assert self.unit_parts == 1
+            written = torch.ones_like(written)
+        first, last = self.visited_parts(scratch)
+        return first.where(written, 2**30).amin(-1), None if last is None else last.where(written, 0).amax(-1)
 
 
 def config_for(features: Features, q: Tensor, k: Tensor, v: Tensor) -> Config:

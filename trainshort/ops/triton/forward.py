@@ -30,15 +30,19 @@ from trainshort.ops.triton.tiles import (
     MASKED,
     NEAR,
     NO_BIAS,
+    ONE,
     PAST,
     ROWS,
     UNIT,
     among_keys,
     full_bias,
+    head_numbers,
+    is_kept,
     key_term,
     load_rows,
     place,
     position,
+    query_numbers,
     query_term,
     sees_of,
     sight,
@@ -90,9 +94,10 @@ def mean_fall(LEVELS, first, end, nk):
 def _visit(
     acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq,
     start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass, grow,
+    s0, s1, k0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Take in the key tiles of one range, upwards or DOWN. rest: the mass since the tile in `found`, if TRACKed.
     anchor, row_term: of a decay, on the side of this range."""
@@ -136,6 +141,8 @@ def _visit(
             matters = ~((rest <= mass * l) & (weight * grow <= mass * l))  # NaN does
             found = tl.where(matters, key if DOWN else key + BN, found)
             rest = tl.where(matters, 0.0, rest)
+        if DROPOUT > 0:
+            w = tl.where(is_kept(s0[:, None], s1[:, None], (k0 + j)[None, :], DROPOUT), w, 0.0)
         acc = acc * fade[:, None]
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
         if SIDED and (SIDE == MASKED or SIDE == NEAR):  # a weight of zero times a value that is not finite
@@ -147,8 +154,8 @@ def _visit(
 
 @triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, QUERY_NORM, COMMON, CENTER,
-    NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, REACH_PAST, REACH_AHEAD,
+    Q, K, V, OUT, LSE, SEED, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, QUERY_NORM, COMMON,
+    CENTER, NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, REACH_PAST, REACH_AHEAD,
     FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -157,7 +164,7 @@ def forward_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
-    COARSE: tl.constexpr,
+    COARSE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
@@ -244,10 +251,14 @@ def forward_kernel(
     rest = tl.zeros([BM], tl.float32)
     found = tl.zeros([BM], tl.int32) + near0
     grow = 1.0
+    s0, s1 = 0, 0
+    if DROPOUT > 0:
+        s0, s1 = head_numbers(SEED, b, h)
+        s0, s1 = query_numbers(s0, s1, q0 + r)
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, near0, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale,
-        mass, grow, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES,
+        mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     if WINDOWS:
         near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
@@ -289,12 +300,12 @@ def forward_kernel(
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES,
+        grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1,
+        grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1, DROPOUT,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
@@ -320,19 +331,22 @@ def forward_kernel(
         acc, l, row_max, rest, found = _visit(
             acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
             nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
-            max_distance, log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK, TMA,
-            PRECISION, STAGES,
+            max_distance, log2_scale, mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK,
+            TMA, PRECISION, STAGES, DROPOUT,
         )  # fmt: skip
         acc, l, row_max, rest, found = _visit(
             acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
             nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset, max_distance,
-            log2_scale, mass, grow, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION, 1,
+            log2_scale, mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION,
+            1, DROPOUT,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)
             tl.store(FOUND_LAST + at, (most + UNIT - 1) // UNIT, mask=written)
             tl.store(TO + at, most * 0 + (tl.maximum(c1, near1) + UNIT - 1) // UNIT, mask=written)
 
+    if DROPOUT > 0:
+        acc *= ONE / (ONE - DROPOUT)
     out = tl.where(some[:, None], acc / l[:, None], 0.0)
     store_rows(OUT, out, row, o_base, stride_ot, nq, D, BD, BM)
     lse = row_max + tl.log2(l)

@@ -121,10 +121,48 @@ def forward_with_scratch(
     return out, lse, windows, scratch
 
 
+def forward_with_visited(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as `forward`, and the first and one-past-last key of the window of each query, in sight or not:
+    int32 [B, H, 2, Tq]."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    config = config_for(call.features, q, k, v)
+    out, lse, windows, scratch = forward_with_scratch(call, config, q, k, v, track=True)
+    visited = windows.new_empty((config.batch, config.heads, 2, config.queries))
+    visited[:, :, 0], visited[:, :, 1] = 0, config.keys
+    if scratch is not None:
+        part, offset = _parts_of_queries(call, config, cu_seqlens)
+        for side, units in enumerate(config.visited_parts(scratch)):
+            if units is not None:
+                visited[:, :, side] = units.flatten(2)[:, :, part] * UNIT + offset
+    return out, lse, windows, visited
+
+
+def _parts_of_queries(call: Call, config: Config, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | int]:
+    """Which part of which unit each query is in, [Tq], and the first key of its sequence."""
+    query = torch.arange(config.queries, device=config.features.device)
+    rows = UNIT // config.unit_parts
+    if cu_seqlens is not None:
+        first_unit = call.values["UNIT0"]
+        assert isinstance(first_unit, Tensor)
+        borders = cu_seqlens.to(torch.int64)
+        document = torch.searchsorted(borders, query, right=True) - 1
+        return first_unit[document] * config.unit_parts + (query - borders[document]) // rows, borders[document]
+    sequences = call.values["SEQ"]
+    return query // rows, sequences[:, 2, None, None] if isinstance(sequences, Tensor) else 0
+
+
 def backward(
-    call: Call, saved: Saved, grad: Tensor, want_bias: bool, config: Config | None = None
+    call: Call,
+    saved: Saved,
+    grad: Tensor,
+    want_bias: bool,
+    config: Config | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor] | None]:
-    """Gradients of q, k, v, and if wanted sums for Bias.gradients, in float64. config: if it may be known already."""
+    """Gradients of q, k, v, and if wanted sums for Bias.gradients, in float64. config: if it may be known already.
+    grad_lse: of the natural log-sum-exp, float32 [B, H, Tq], if it has one."""
     q, k, v = rows_contiguous(saved.q), rows_contiguous(saved.k), rows_contiguous(saved.v)
     grad, out = rows_contiguous(grad), rows_contiguous(saved.out)
     lse, windows = _aligned(saved.lse), _aligned(saved.windows)
@@ -137,15 +175,18 @@ def backward(
             gradient.zero_()
     partials = _partials(config, empty) if want_bias else _NO_PARTIALS
     if not empty:
-        key = ("backward", config, grad.stride(), out.stride(), grad.data_ptr() % 16, out.data_ptr() % 16, want_bias)
+        has_dlse = grad_lse is not None
+        addresses = (grad.data_ptr() % 16, out.data_ptr() % 16)
+        key = ("backward", config, grad.stride(), out.stride(), *addresses, want_bias, has_dlse)
         launch = CACHE.get(key)
         if launch is None:
-            kernels = config.backward_kernels(grad, out, dq, dk, dv, want_bias)
+            kernels = config.backward_kernels(grad, out, dq, dk, dv, want_bias, has_dlse)
             slices = {name: part for name, part in config.slices.items() if part.tensor == "windows"}
             launch = CACHE.put(key, Launch(kernels, slices))
         launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
             "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_terms(config, lse), **partials, **call.values,
+            "DLSE": None if grad_lse is None else _aligned(grad_lse),
         })  # fmt: skip
     return dq, dk, dv, _summed(call, config, partials) if want_bias else None
 
@@ -257,12 +298,13 @@ class Decoding(NamedTuple):
     tolerance: float
 
 
-def decode(problem: Problem) -> Tensor:
-    """Output like q, for a few causal queries a row, forward only, without a pass over the keys."""
+def decode(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output like q, for a few causal queries a row, forward only, without a pass over the keys; and the log-sum-exp
+    of each split of the keys in units of log2, [B, H, Tq, splits]."""
     q, k, v = (rows_contiguous(t.detach()) for t in (problem.q, problem.k, problem.v))
     start, sequences, norms = problem.start, None, None
     if q.numel() == 0 or k.shape[2] == 0:
-        return torch.zeros_like(q)
+        return torch.zeros_like(q), torch.full((*q.shape[:3], 1), -math.inf, device=q.device)
     if problem.key_padding_mask is not None or isinstance(start, Tensor):
         sequences, start = sequences_of(problem, start), 0
     assert isinstance(start, int)
@@ -286,8 +328,8 @@ def decode(problem: Problem) -> Tensor:
     )
 
 
-def run_decoding(step: Decoding) -> Tensor:
-    """Output like q."""
+def run_decoding(step: Decoding) -> tuple[Tensor, Tensor]:
+    """Output like q, and the log-sum-exps of the splits."""
     q, k, v, bias, norms = step.q, step.k, step.v, step.bias, step.norms
     batch, heads, queries, dim = q.shape
     kv_heads = k.shape[1]
@@ -306,13 +348,14 @@ def run_decoding(step: Decoding) -> Tensor:
     if launch is None:
         kernels = decoding_kernels(q, k, v, out, norms, bias, options)
         launch = CACHE.put(key, Launch(kernels, {}))
+    sums = torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device)
     values: Values = {
         "Q": q,
         "K": k,
         "V": v,
         "OUT": out,
         "PARTIAL": torch.empty((batch, heads, queries, splits, dim), dtype=torch.float32, device=q.device),
-        "SUMS": torch.empty((batch, heads, queries, splits), dtype=torch.float32, device=q.device),
+        "SUMS": sums,
         "SLOPES": bias.slopes,
         "LINE": bias.line,
         "LEVELS": bias.levels,
@@ -328,7 +371,7 @@ def run_decoding(step: Decoding) -> Tensor:
         "budget": 0.0 if norms is None else -math.log(step.tolerance),
     }
     launch.run(values)
-    return out
+    return out, sums
 
 
 def append(k: Tensor, v: Tensor, stored: Stored, start: int, sequences: Tensor | None) -> None:

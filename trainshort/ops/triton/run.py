@@ -7,13 +7,14 @@ same without them; and a call like one before is not checked and described again
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import DECAY, LINEAR, Bias, KernelBias, LinearBias
+from trainshort.ops.bias import DECAY, LINEAR, LOG2E, Bias, KernelBias, LinearBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.tracing import is_eager, is_recording, no_double_backward, no_vmap
 from trainshort.ops.triton.cache import CACHE
@@ -36,28 +37,47 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Output like q, log2-sum-exp [B, H, Tq], windows int32 [B, H, width]: of width 0 where no length skips keys, and
-    unwritten where this one does not. Values are not checked."""
+    unwritten where this one does not. Values are not checked.
+
+    Where it wants windows, twice Tq numbers more follow: first and one-past-last key of the window of each query.
+    """
     from trainshort.ops.triton import launch
 
-    q, k = problem.q, problem.k
+    q, k, v = problem.q, problem.k, problem.v
+    visited = None
     with on_device(q):
-        out, lse, windows = launch.forward(describe(problem), q, k, problem.v)
+        if problem.wants_windows:
+            found = launch.forward_with_visited(describe(problem), q, k, v, problem.cu_seqlens)
+            out, lse, windows, visited = found
+        else:
+            out, lse, windows = launch.forward(describe(problem), q, k, v)
     width = _window_width(problem)
-    return out, lse, windows if windows.shape[2] == width else windows.new_empty((*q.shape[:2], width))
+    windows = windows if windows.shape[2] == width else windows.new_empty((*q.shape[:2], width))
+    return out, lse, windows if visited is None else torch.cat((windows, visited.flatten(2)), dim=2)
+
+
+def visited_keys(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """First and one-past-last key of the window of each query, in sight or not: int32 [B, H, Tq].
+
+    windows: as `forward` returned them for a problem that wants them.
+    """
+    first, end = windows[:, :, _window_width(problem) :].unflatten(2, (2, problem.q.shape[2])).unbind(2)
+    return first, end
 
 
 def fake(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """What `forward` returns, uninitialised."""
     q = problem.q
+    width = _window_width(problem) + (2 * q.shape[2] if problem.wants_windows else 0)
     return (
         torch.empty_like(rows_contiguous(q)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty((*q.shape[:2], _window_width(problem)), dtype=torch.int32),
+        q.new_empty((*q.shape[:2], width), dtype=torch.int32),
     )
 
 
 def _window_width(problem: Problem) -> int:
-    """The last dimension of the windows that `forward` returns: the same function of any length, for compilers."""
+    """The last dimension of the windows of the backward pass: the same function of any length, for compilers."""
     if not may_skip(problem):
         return 0
     borders = borders_of(problem.cu_seqlens)
@@ -65,14 +85,25 @@ def _window_width(problem: Problem) -> int:
 
 
 def backward(
-    problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, windows: Tensor, want_bias: bool
+    problem: Problem,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    windows: Tensor,
+    want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of q, k and v, and by name those of the learned fields of the bias: none unless wanted."""
+    """Gradients of q, k and v, and by name those of the learned fields of the bias: none unless wanted.
+
+    grad_lse: of the log2-sum-exp.
+    """
     from trainshort.ops.triton import launch
 
-    saved = Saved(problem.q, problem.k, problem.v, out, lse, windows)
+    saved = Saved(problem.q, problem.k, problem.v, out, lse, windows[:, :, : _window_width(problem)])
+    if grad_lse is not None:
+        grad_lse = grad_lse * LOG2E
     with on_device(grad):
-        dq, dk, dv, sums = launch.backward(describe(problem), saved, grad, want_bias)
+        dq, dk, dv, sums = launch.backward(describe(problem), saved, grad, want_bias, None, grad_lse)
         by_name = {} if problem.bias is None or sums is None else problem.bias.gradients(sums)
     return dq, dk, dv, by_name
 
@@ -83,7 +114,17 @@ def decode(problem: Problem) -> Tensor:
 
     check_values(problem)
     with on_device(problem.q):
-        return launch.decode(problem)
+        return launch.decode(problem)[0]
+
+
+def decode_with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same, and the log-sum-exp of the scores of visited keys, float32 [B, H, Tq]."""
+    from trainshort.ops.triton import launch
+
+    check_values(problem)
+    with on_device(problem.q):
+        out, sums = launch.decode(problem)
+        return out, torch.logsumexp(sums * math.log(2.0), dim=-1)
 
 
 def append(k: Tensor, v: Tensor, stored: Stored, start: int = 0, sequences: Tensor | None = None) -> None:
@@ -111,7 +152,7 @@ def step(q: Tensor, stored: Stored, sequences: Tensor, bias: KernelBias, scale: 
             launch.Decoding(
                 rows_contiguous(q.detach()), keys, values, bias, norms, sequences, length, 0, scale, tolerance
             )
-        )
+        )[0]
 
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

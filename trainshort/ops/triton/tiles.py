@@ -14,18 +14,21 @@ Legend, for every kernel of this package:
     sees            1: the past, 2: the future, 3: both (the query's own position always)
     row_max l acc   of each query: the largest score so far, the sum of w = 2^(score - row_max), and of w v
     log2_scale      scale * log2 e
+    s0 s1           of each query: what it makes of the seed of the dropout, uint32
     stride_qb ...   strides of Q by row of the batch (b), head (h) and token (t); so for K, V, O (OUT), DO, DQ, DK, DV
 
 Pointers are in capitals, and so are numbers that a kernel is compiled for. A pointer that a kernel does not read
 is None:
 
     Q K V OUT LSE   inputs and results; LSE is a log2. DO, DQ, DK, DV: gradients. DELTA: row sums of DO * OUT
+    DLSE            the gradient of the natural log-sum-exp, if it has one: taken from DELTA
     TERMS           of a decay: c of each query less that of the first of its GROUP, in units of log2, less its LSE
                     (TERMS_AHEAD: that of the last of its GROUP less its own)
     SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
     LEVELS AHEAD    of a DecayBias: c for earlier and for later keys, float64 [B or 1, H, Tk] (stride_level by row)
     GATE_FIRST AHEAD_END  of gates, like LEVELS: the first key that each position may see, and one past the last
+    SEED DROPOUT    of the dropout: int64; its probability in units of 2^-31, 0 for none
     SEES ORDER      by head: `sees` where heads differ; heads from steep to gentle where that is not their own order
     SEQ BLOCKS UNIT0  of ragged problems: see below; by block of ROWS: its document and its place in it; by document:
                     its first unit
@@ -40,7 +43,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.ops import bias
+from trainshort.ops import bias, dropout
 from trainshort.ops.triton import shapes
 
 UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
@@ -48,6 +51,9 @@ NO_BIAS, LINEAR, BUCKET = tl.constexpr(bias.NO_BIAS), tl.constexpr(bias.LINEAR),
 DECAY = tl.constexpr(bias.DECAY)
 MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FAR = tl.constexpr(1 << 30)
+ONE = tl.constexpr(dropout.ONE)
+M0, M1 = (tl.constexpr(number) for number in dropout.MULTIPLIERS)
+START0, START1 = (tl.constexpr(number) for number in dropout.STARTS)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -233,3 +239,37 @@ def key_term(LEVELS, AHEAD, j, nk, anchor, SIDE: tl.constexpr):
     else:
         term = fall(AHEAD, j, nk, anchor)
     return term
+
+
+@triton.jit
+def _mixed(x):
+    """A permutation of the numbers of 32 bits: ops/dropout.py."""
+    x = (x ^ (x >> 16)) * M0
+    x = (x ^ (x >> 15)) * M1
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def head_numbers(SEED, b, h):
+    """What a head of a row of the batch makes of the seed."""
+    seed = tl.load(SEED)
+    s0 = _mixed(seed.to(tl.uint32) ^ START0)
+    s1 = _mixed((seed >> 32).to(tl.uint32) ^ START1 ^ s0)
+    s0, s1 = _mixed(s0 ^ b.to(tl.uint32)), _mixed(s1 ^ b.to(tl.uint32))
+    return _mixed(s0 ^ h.to(tl.uint32)), _mixed(s1 ^ h.to(tl.uint32))
+
+
+@triton.jit
+def query_numbers(s0, s1, i):
+    """What queries with index i of that head make of it."""
+    return _mixed(s0 ^ i.to(tl.uint32)), _mixed(s1 ^ i.to(tl.uint32))
+
+
+@triton.jit
+def is_kept(s0, s1, j, DROPOUT: tl.constexpr):
+    """Whether dropout keeps the weight of queries on the keys with index j, broadcast against each other."""
+    x = j.to(tl.uint32) ^ s0
+    x = (x ^ (x >> 16)) * M0
+    x = (x ^ (x >> 15) ^ s1) * M1
+    x = (x ^ (x >> 16)) >> 1
+    return x >= DROPOUT

@@ -1,0 +1,63 @@
+"""What attention can return besides its output: the log-sum-exp of the scores, and which keys were visited.
+
+Backends give both as they have them: a log-sum-exp that leaves out what all scores of a query have in common where it
+stands beyond all keys (`Problem.positions`), and windows of whole blocks. Here they become what is promised.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.bias import LinearBias
+from trainshort.ops.problem import Problem, holds
+from trainshort.ops.windows import visible_keys
+
+
+class Windows(NamedTuple):
+    """The keys that each query visited: first <= j < end, int32 [B, H, Tq] each; (0, 0) where it sees none."""
+
+    first: Tensor
+    end: Tensor
+
+
+class AttentionOutput(NamedTuple):
+    """What `attention` returns where more than the output is asked for. What was not is None."""
+
+    out: Tensor  # [B, H, Tq, D]
+    lse: Tensor | None  # [B, H, Tq]
+    windows: Windows | None
+
+
+def finished_lse(problem: Problem, lse: Tensor) -> Tensor:
+    """lse: as a backend gives it, natural, [B, H, Tq]."""
+    left_out = _left_out(problem, lse.dtype)
+    first, end = visible_keys(problem)
+    return (lse if left_out is None else lse + left_out).masked_fill(end <= first, -math.inf)
+
+
+def finished_windows(problem: Problem, visited: tuple[Tensor, Tensor] | None) -> Windows:
+    """visited: first and one-past-last key of each query's window, in sight or not; None: everything."""
+    first, end = visible_keys(problem)
+    if visited is not None:
+        first, end = torch.maximum(first, visited[0]), torch.minimum(end, visited[1])
+    blind = end <= first
+    return Windows(*(limit.masked_fill(blind, 0).to(torch.int32) for limit in (first, end)))
+
+
+def _left_out(problem: Problem, dtype: torch.dtype) -> Tensor | None:
+    """What the bias of all keys has in common for queries beyond all of them, [B or 1, H, Tq]: None where it is 0."""
+    if not isinstance(problem.bias, LinearBias) or problem.cu_seqlens is not None:
+        return None
+    start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
+    padded = problem.key_padding_mask is not None
+    if not (padded or isinstance(start, Tensor)) and holds(start >= -1) and holds(start + queries - 1 <= keys):
+        return None
+    index = torch.arange(queries, device=problem.q.device)
+    wanted = (start.to(torch.int64)[:, None] if isinstance(start, Tensor) else start) + index  # [B, Tq] or [Tq]
+    beyond = (wanted - problem.positions())[:, None].to(dtype)  # [B or 1, 1, Tq]
+    past, future = (slopes[..., None] for slopes in problem.bias.both_slopes(dtype))
+    return -past * beyond.clamp_min(0) - future * (-beyond).clamp_min(0)
