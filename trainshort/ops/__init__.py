@@ -82,7 +82,8 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             keys unless `query_start` says otherwise.
         k: Keys [B, Hkv, Tk, D]; Hkv divides H (grouped queries).
         v: Values, like k.
-        slopes: [H] or [B, H], at least 0; None: the paper's. Differentiable if it requires grad.
+        slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad. (For heads without a
+            penalty there is `attention`: a LinearBias takes slopes of 0.)
         causal: A query sees its past and itself; False: both sides, symmetrically.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
@@ -114,8 +115,8 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         if not isinstance(q, Tensor) or q.dim() != 4:
             check_tensors(q, k, v)
         slopes = _default_slopes(q)
-    elif not isinstance(slopes, Tensor):
-        raise TypeError(f"slopes must be a tensor or None, got {type(slopes).__name__}")
+    else:
+        _check_slopes(slopes)
     return attention(
         q,
         k,
@@ -310,6 +311,8 @@ def certified_windows(  # noqa: PLR0913  a public signature
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a positive int, got {block!r}")
     if bias is None:
+        if slopes is not None:
+            _check_slopes(slopes)
         bias = LinearBias(_default_slopes(q) if slopes is None else slopes)
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
@@ -335,6 +338,17 @@ def certified_windows(  # noqa: PLR0913  a public signature
 def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
+def _check_slopes(slopes: Tensor) -> None:
+    """Here a slope of 0 is taken for a mistake, where it can be seen without waiting for a GPU."""
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"slopes must be a tensor or None, got {type(slopes).__name__}")
+    if slopes.device.type == "cpu" and is_eager(slopes) and bool((slopes == 0).any()):
+        raise ValueError(
+            "slopes must be positive, got 0.0: for heads without a penalty call ts.attention with "
+            "bias=ts.LinearBias(slopes)"
+        )
 
 
 def _default_slopes(q: Tensor) -> Tensor:

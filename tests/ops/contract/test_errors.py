@@ -83,7 +83,6 @@ CALLS: dict[str, tuple[dict, type[Exception], str]] = {
         r"q .*complex64",
     ),
     "device_of_k": ({"k": tensor().to("meta"), "v": tensor().to("meta")}, ValueError, r"k .*cpu.*meta"),
-    "slopes_zero": ({"bias": linear(slopes=torch.tensor([1.0, 0.0, 1.0, 1.0]))}, ValueError, r"slopes .*0\.0"),
     "slopes_negative": ({"bias": linear(slopes=torch.tensor([1.0, -0.5, 1.0, 1.0]))}, ValueError, r"slopes .*-0\.5"),
     "slopes_nan": ({"bias": linear(slopes=torch.tensor([1.0, math.nan, 1.0, 1.0]))}, ValueError, r"slopes .*nan"),
     "slopes_inf": ({"bias": linear(slopes=torch.tensor([1.0, math.inf, 1.0, 1.0]))}, ValueError, r"slopes .*inf"),
@@ -160,6 +159,16 @@ def test_bad_calls(name: str, place: Place) -> None:
     changes, error, message = CALLS[name]
     with pytest.raises(error, match=message):
         call(place, changes)
+
+
+def test_a_slope_of_zero_is_said_in_a_bias(place: Place) -> None:
+    """Where slopes are all that is given it is more likely a mistake."""
+    q, slopes = tensor(), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"slopes must be positive, got 0\.0: .*LinearBias"):
+        ts.alibi_attention(q, q, q, slopes, backend=place.backend)
+    with pytest.raises(ValueError, match=r"slopes must be positive, got 0\.0: .*LinearBias"):
+        ts.certified_windows(q, q, slopes)
+    assert call(place, {"bias": linear(slopes=slopes)}).shape == (B, H, T, D)
 
 
 def test_the_good_arguments_are_good(place: Place) -> None:
