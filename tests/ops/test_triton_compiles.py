@@ -171,6 +171,18 @@ def test_decoding(compiled: list[Any], dtype: torch.dtype) -> None:
     assert len(compiled) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [1000, 65536])
+def test_running_sums_of_gates(compiled: list[Any], length: int, dtype: torch.dtype) -> None:
+    from trainshort.ops.triton import gate_sums
+
+    gates = torch.zeros(2, 3, length, dtype=dtype)
+    for ahead in (False, True):
+        sums, _ = gate_sums.running_sums(gates, ahead)
+    gate_sums.gradient(sums, gates)
+    assert len(compiled) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_loss(compiled: list[Any], dtype: torch.dtype) -> None:
     from trainshort.models import loss_kernel

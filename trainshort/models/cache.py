@@ -19,8 +19,9 @@ from torch import Tensor
 from trainshort.models.config import ModelConfig
 from trainshort.ops import attention
 from trainshort.ops.bias import NO_BIAS, Bias, KernelBias
-from trainshort.ops.decay import DecayBias, running_sums, wide_dtype
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import takes_kernels, why_not_triton
+from trainshort.ops.gate_sums import running_sums, wide_dtype
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.triton import run as triton_backend

@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import DECAY, LARGEST_SLOPE, Bias, KernelBias, aligned, fold_rows
+from trainshort.ops.bias import DECAY, Bias, KernelBias, aligned, fold_rows
+from trainshort.ops.gate_sums import running_sums, running_sums_ahead, wide_dtype
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -53,8 +54,8 @@ class DecayBias(Bias):
         sums, first = running_sums(log_gates)
         self._set(gate_sums=sums, gate_first=first)
         if future is not None:
-            sums, closed = _sums_and_borders("future", future, None)
-            self._set(ahead_sums=sums, ahead_end=_next_closed(closed))
+            sums, end = running_sums_ahead(future)
+            self._set(ahead_sums=sums, ahead_end=end)
 
     @classmethod
     def at(cls, times: Tensor, slopes: Tensor) -> DecayBias:
@@ -238,51 +239,6 @@ def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Of sums and times: float64, where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def running_sums(
-    log_gates: Tensor, before: tuple[Tensor, Tensor] | None = None, start: int | Tensor = 0
-) -> tuple[Tensor, Tensor]:
-    """c of tokens with these log gates, float64 [B, H, T], and the first position that each may see, int32.
-
-    before: both for the token in front of them, [B, H, 1] each, which stands at start - 1.
-    """
-    sums, closed = _sums_and_borders("log_gates", log_gates, None if before is None else before[0])
-    index = torch.arange(closed.shape[-1], device=closed.device)
-    first = torch.where(closed, start + index, 0).cummax(-1).values.to(torch.int32)
-    return sums, first if before is None else torch.maximum(first, before[1])
-
-
-def _sums_and_borders(name: str, gates: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Running sums of log gates that never rise, and which gates are closed: [B, H, T] each."""
-    if not isinstance(gates, Tensor) or not gates.is_floating_point():
-        came = gates.dtype if isinstance(gates, Tensor) else type(gates).__name__
-        raise TypeError(f"DecayBias {name} must be a floating point tensor, got {came}")
-    if gates.dim() != 3:
-        raise ValueError(f"DecayBias {name} must be [batch, heads, length], got shape {list(gates.shape)}")
-    wide = gates.to(wide_dtype(gates.device))
-    closed = wide < -LARGEST_SLOPE
-    uncounted = closed
-    if before is None:  # no link crosses the first token
-        uncounted = closed | (torch.arange(gates.shape[2], device=gates.device) == 0)
-    sums = wide.masked_fill(uncounted, 0.0).masked_fill(~(wide <= 0), float("nan")).cumsum(-1)
-    if before is not None:
-        sums = sums + before
-    # The gradient is that of the sum: the running minimum differs from it by rounding alone.
-    return sums + (sums.cummin(-1).values - sums).detach(), closed
-
-
-def _next_closed(closed: Tensor) -> Tensor:
-    """For each position the first one behind it whose gate is closed, else the length: int32."""
-    length = closed.shape[-1]
-    index = torch.arange(length, device=closed.device)
-    later = torch.where(closed, index, length).flip(-1).cummin(-1).values.flip(-1)
-    return torch.nn.functional.pad(later[..., 1:], (0, min(1, length)), value=length).to(torch.int32)
 
 
 def _relative(times: Tensor) -> Tensor:

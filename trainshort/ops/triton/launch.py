@@ -243,8 +243,8 @@ def _by_token(call: Call, config: Config, partials: dict[str, Tensor | None]) ->
     for name, side in (("gate_sums", ""), ("ahead_sums", "_AHEAD")):
         rows, columns = partials[f"ROW_SUMS{side}"], partials[f"COLUMN_SUMS{side}"]
         if rows is not None and columns is not None:
-            rows, columns = _at_places(call, config, rows.double()), columns.double()
-            found[name] = columns.sub_(rows) if side else rows.sub(columns)
+            rows = _at_places(call, config, rows.double())
+            found[name] = columns - rows if side else rows - columns
     return found
 
 
