@@ -60,18 +60,15 @@ class EvictedKeys:
         table = self.table[layer, :, heads]
         points = self.points()[layer, :, heads, :, None]  # [B, heads, POINTS, 1]
         weightless = penalty == math.inf
-        finite = penalty.masked_fill(weightless, 0.0)
+        least = penalty.masked_fill(weightless, 0.0) * (1.0 - ROUNDING)
+        points = points * (1.0 + ROUNDING)
         size = max(1, AT_ONCE // max(1, table.numel()))
         for first in range(0, norms.shape[2], size):
             some = slice(first, first + size)
-            terms = points * norms[:, :, None, some].double() - finite[:, :, None, some]
+            terms = points * norms[:, :, None, some].double() - least[:, :, None, some]
             terms = terms.masked_fill(weightless[:, :, None, some], NOTHING)
             sums = torch.logsumexp(terms, -1)
-            sums += ROUNDING * (
-                points[..., 0] * norms[:, :, some].amax(-1, keepdim=True)
-                + finite[:, :, some].amax(-1, keepdim=True)
-                + 1.0
-            )
+            sums += _rounding(sums)
             torch.logaddexp(table, sums, out=sums)
             table.copy_(sums + _rounding(sums))
 
