@@ -26,6 +26,8 @@ from tests.models.test_bounded import (  # noqa: F401
 from trainshort.models import bounded_gates
 from trainshort.models.bounded import BoundedCache
 from trainshort.models.bounded_gates import GatedKeys
+from trainshort.models.head_parts import HeadNorm
+from trainshort.ops.evicted import NOTHING
 
 
 class Gated(Given):
@@ -237,6 +239,21 @@ def test_a_border_lets_everything_before_it_go(sizes: list[int], gate: float) ->
     assert all(run.low(text.length) > 300 for run in rings)
 
 
+@pytest.mark.parametrize("size", [1, 30])
+def test_what_was_evicted_before_a_border_is_forgotten(size: int) -> None:
+    """In the row and head that it belongs to, and there alone."""
+    text = Gated(400 + size, gate=0.8)
+    text.log_gates[1, 0, 2, 400] = -math.inf
+    text.q[..., 400:, :] *= 1e3
+    cache = text.cache(tolerance=1e-3)
+    text.attend(cache, [300] + [1] * 100)
+    assert bool((cache.held.evicted.table > NOTHING / 2).all())
+    text.attend(cache, [size], start=400)
+    forgotten = (cache.held.evicted.table < NOTHING / 2).all(-1)
+    assert forgotten.nonzero().tolist() == [[1, 0, 2]]
+    assert (cache.held.excess <= 0).nonzero().tolist() == [[1, 0, 2]]  # in all others queries are too long
+
+
 def test_a_border_in_one_row_and_head_alone() -> None:
     """The others of its group still see all: nothing is evicted, and nothing crosses the border."""
     text = Gated(400, gate=1.0)
@@ -290,7 +307,11 @@ def test_padding() -> None:
     for each in (text.q, text.k, text.v):
         each[:, 1, :, :170] = math.nan
     text.log_gates[:, 1, :, :170] = -math.inf
-    found = text.attend(cache, [300] + [1] * 100 + [100])
+    found = text.attend(cache, [300])
+    assert int(cache.held.capacity_of.amin()) > 300 - 170
+    assert bool((cache.held.evicted.table[:, 0] > NOTHING / 2).all())
+    assert bool((cache.held.evicted.table[:, 1] < NOTHING / 2).all())  # padding alone is gone, which weighs nothing
+    found = torch.cat((found, text.attend(cache, [1] * 100 + [100], start=300)), 3)
     assert not cache.failed()
     text.log_gates[:, 1, :, :170] = 0.0
     for each in (text.q, text.k, text.v):
@@ -414,47 +435,48 @@ def test_it_says_why_it_does_not_step() -> None:
 
 
 @pytest.mark.parametrize("position", ["fox", "alibi"])
-@pytest.mark.parametrize("rotary", [False, True])
-def test_with_qk_norm_nothing_runs_again(position: str, rotary: bool) -> None:
-    """After a text whose queries are short, the longest queries and keys there can be: rings were made for them."""
-    options: dict[str, Any] = {"rotary": rotary} | ({"slopes": [1.0, 0.5, 0.3, 0.2]} if position == "alibi" else {})
+def test_with_qk_norm_nothing_ever_runs_again(position: str) -> None:
+    """The worst that norms allow, after short queries alone: long ones that point to where all evicted keys lie, and
+    away from all keys that are there."""
+    options = {"slopes": [1.0, 0.5, 0.3, 0.2]} if position == "alibi" else {}
     model = language_model(position, qk_norm=True, num_kv_heads=2, position_options=options)
-    if position == "fox":
-        for block in model.trunk.blocks:
-            torch.nn.init.zeros_(block.attention.gates.logits.bias)
-    cache = bounded_cache(model, 1, tolerance=1e-4)
-    scale, width = model.config.score_scale, model.config.width
-    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, HeadNorm):
+                module.weight.fill_(1.3)
+    cache, scale, width = bounded_cache(model, 1, tolerance=1e-4), model.config.score_scale, model.config.width
+    longest = 1.3 * torch.ones(width)  # what the norm makes of equal channels
+    values = torch.randn((1, 2, 1, width), generator=torch.Generator().manual_seed(0))
 
-    def attend(size: int, along: float) -> None:
-        """Queries and keys of the norm's largest length, along one axis or anywhere, `along` times as long."""
+    @torch.no_grad()
+    def attend(size: int, query: float, key: float) -> None:
         cache.reserve(size)
-        for layer, block in enumerate(model.trunk.blocks):
-            parts = []
-            for norm in (block.attention.query_norm, block.attention.key_norm):
-                longest = norm.weight.detach().abs()
-                axis = torch.nn.functional.one_hot(longest.argmax(-1), width) * longest * width**0.5
-                parts.append((along * axis)[None, :, None].expand(1, -1, size, -1).contiguous())
-            q, k = parts
-            v = torch.randn(k.shape, generator=generator)
-            bias: Any = (
-                cache.decay(layer, torch.full((1, 4, size), -0.3)) if position == "fox" else model.position.bias()
-            )
-            cache.attend(layer, q, k, v, bias=bias, scale=scale)
+        q, k = (share * longest.expand(1, heads, size, width) for share, heads in ((query, 4), (key, 2)))
+        for layer in range(2):
+            bias = cache.decay(layer, torch.full((1, 4, size), -0.3)) if position == "fox" else model.position.bias()
+            cache.attend(layer, q, k, values.expand_as(k).contiguous(), bias=bias, scale=scale)
         cache.advance(size)
 
-    with torch.no_grad():
-        for _ in range(5):
-            attend(100, 0.01)
-        for _ in range(30):
-            attend(1, 0.01)
-        evicted = cache.report().evictions
-        attend(1, -1.0)
-        assert evicted > 0
+    attend(300, 0.01, 1.0)
+    for _ in range(100):
+        attend(1, 0.01, 1.0)
+    assert cache.report().evictions > 0
+    for step in range(300):
+        attend(50 if step % 100 == 99 else 1, 1.0, -1.0)
         assert not cache.failed()
-        for size, along in ((1, 1.0), (50, -1.0), (200, 1.0), (1, -1.0)):
-            attend(size, along)
-            assert not cache.failed()
+    assert cache.reruns == 0
+
+
+@pytest.mark.parametrize("position", ["fox", "alibi"])
+def test_long_queries_come_as_no_surprise_to_models_with_qk_norm(position: str) -> None:
+    model, tokens = language_model(position, num_kv_heads=2, **FOX_PRO), random_tokens(1, 700)
+    with torch.no_grad():
+        model.trunk.embedding.weight[7] *= 100.0  # one token that would startle others
+        cache = bounded_cache(model, 1)
+        found = in_pieces(model, tokens, [300] + [1] * 200 + [200], cache)
+        expected = model(tokens)
+    assert cache.report().reruns == 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_bounds_of_norms_are_what_a_norm_can_reach() -> None:
