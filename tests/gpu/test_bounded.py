@@ -112,3 +112,26 @@ def test_memory_does_not_grow() -> None:
         held.append((cache.report().nbytes, torch.cuda.memory_allocated()))
     assert held[-1][0] == held[2][0]
     assert held[-1][1] <= held[2][1] + 4 * 2**18
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_gates(kv_heads: int) -> None:
+    """Without graphs: logits of float64, memory that is small, and generation like a full cache's."""
+    changes: dict[str, Any] = {"d_model": 128, "num_heads": 4, "num_kv_heads": kv_heads}
+    model, tokens = language_model("fox", **changes), random_tokens(2, 900)
+    with torch.no_grad():
+        for block in model.trunk.blocks:
+            block.attention.gates.logits.bias.fill_(0.0)
+            block.attention.gates.logits.weight.mul_(0.3)
+        expected = copy.deepcopy(model).double()(tokens)
+        budget = float((model(tokens) - expected).abs().max())
+    model, tokens = model.cuda(), tokens.cuda()
+    cache = model.make_cache(2, bounded=True)
+    found = in_pieces(model, tokens, [300, 1, 1, 1, 7, 290] + [1] * 300, cache)
+    assert isinstance(cache, BoundedCache)
+    assert cache.report().share_of_keys < 0.6
+    assert float((found.cpu() - expected).abs().max()) <= 8.0 * budget + 1e-5
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0}
+    with pytest.warns(UserWarning, match="without CUDA graphs: a bounded cache looks at gates"):
+        same = model.generate(tokens[:, :300], bounded=True, **options)
+    assert torch.equal(same, model.generate(tokens[:, :300], **options))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,10 @@ def true_sum(norms: Tensor, x: float, slope: float, last: int) -> float:
     return float(torch.logsumexp(x * norms.double() - slope * distance, 0))
 
 
+def doubles(shape: tuple[int, ...], value: float) -> Tensor:
+    return torch.full(shape, value, dtype=torch.float64)
+
+
 def some_norms(kind: str, count: int, size: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(count, generator=generator)
@@ -33,7 +39,7 @@ def some_norms(kind: str, count: int, size: float, seed: int) -> Tensor:
     return (size * shapes[kind]).float()
 
 
-def evict_all(tables: EvictedKeys, norms: Tensor, capacity: int, cuts: list[int]) -> None:
+def evict_all(tables: EvictedKeys, norms: Tensor, slope: float, capacity: int, cuts: list[int]) -> None:
     """All keys go through a ring of this capacity, in pieces; a piece of one is a step."""
     start = 0
     for cut in cuts:
@@ -42,12 +48,13 @@ def evict_all(tables: EvictedKeys, norms: Tensor, capacity: int, cuts: list[int]
         if cut == 1:
             evicted = norms[start - capacity] if start >= capacity else norms[0] * 0
             shape = tables.end.shape
-            tables.step(evicted.expand(shape), torch.full(shape, start >= capacity), torch.full(shape, capacity))
+            penalty = slope * capacity if start >= capacity else float("inf")
+            tables.step(evicted.expand(shape), doubles(shape, penalty), doubles((1,), slope))
         else:
-            tables.fade(0, cut)
+            tables.fade(0, doubles((1,), slope * cut))
             if gone > 0:
                 distance = (end - 1 - low) - torch.arange(gone, dtype=torch.float64)
-                tables.add(0, slice(0, 1), norms[None, None, low : low + gone], distance)
+                tables.add(0, slice(0, 1), norms[None, None, low : low + gone], (slope * distance)[None, None])
         start = end
 
 
@@ -74,9 +81,9 @@ def test_the_table_bounds_the_sum(
 ) -> None:
     count = sum(cuts)
     norms = some_norms(kind, count, size, seed)
-    tables = EvictedKeys(1, 1, torch.tensor([slope], dtype=torch.float64))
+    tables = EvictedKeys(1, 1, 1)
     tables.end.fill_(end)
-    evict_all(tables, norms, capacity, cuts)
+    evict_all(tables, norms, slope, capacity, cuts)
     gone = max(0, count - capacity)
     longest = norms.amax().reshape(1, 1, 1)
     xs = torch.tensor([[[[end * share for share in shares]]]], dtype=torch.float64)
@@ -95,10 +102,10 @@ def test_the_table_bounds_the_sum(
 
 def test_between_its_points_the_chord_is_used() -> None:
     """Two kinds of keys, where the sum is far from a straight line: no bound below the chord would be proved."""
-    tables = EvictedKeys(1, 1, torch.tensor([0.1], dtype=torch.float64))
+    tables = EvictedKeys(1, 1, 1)
     tables.end.fill_(15.0)
     norms = torch.tensor([[[10.0, 1.0]]])
-    tables.add(0, slice(0, 1), norms, torch.tensor([60.0, 0.0], dtype=torch.float64))
+    tables.add(0, slice(0, 1), norms, torch.tensor([[[6.0, 0.0]]], dtype=torch.float64))
     points = tables.at(tables.points(), torch.full((1, 1, 1), 10.0)).flatten()
     middle = tables.at(tables.points() + 0.5, torch.full((1, 1, 1), 10.0)).flatten()
     torch.testing.assert_close(middle[:-1], (points[1:] + points[:-1]) / 2)
@@ -107,8 +114,8 @@ def test_between_its_points_the_chord_is_used() -> None:
 
 def test_tables_can_be_stretched() -> None:
     norms = some_norms("various", 500, 2.0, 0)
-    tables = EvictedKeys(1, 1, torch.tensor([0.02], dtype=torch.float64))
-    evict_all(tables, norms, 10, [100] * 5)
+    tables = EvictedKeys(1, 1, 1)
+    evict_all(tables, norms, 0.02, 10, [100] * 5)
     longest = norms.amax().reshape(1, 1)
     tables.stretch(0, torch.full((1, 1), 40.0, dtype=torch.float64), longest)
     for x in torch.linspace(0.0, 60.0, 50).tolist():
@@ -121,15 +128,38 @@ def test_numbers_that_are_none_are_never_certified(bad: float) -> None:
     fine, longest = torch.ones((1, 1, 1)), torch.ones((1, 1, 1))
 
     def bound(norm: float, x: float, most: Tensor) -> float:
-        tables = EvictedKeys(1, 1, torch.tensor([0.5], dtype=torch.float64))
-        tables.step(fine * norm, fine > 0, fine * 4)
-        tables.step(fine, fine > 0, fine * 4)
+        tables = EvictedKeys(1, 1, 1)
+        tables.step(fine * norm, doubles((1, 1, 1), 2.0), doubles((1,), 0.5))
+        tables.step(fine, doubles((1, 1, 1), 2.0), doubles((1,), 0.5))
         return float(tables.at(torch.full((1, 1, 1, 1), x, dtype=torch.float64), most))
 
     assert bound(1.0, 1.0, longest) <= 0.0
     assert not bound(bad, 0.5, longest) <= 0.0
     assert not bound(1.0, bad, longest) <= 0.0
     assert not bound(1.0, 0.5, longest * bad) <= 0.0
-    tables = EvictedKeys(1, 1, torch.tensor([0.5], dtype=torch.float64))
-    tables.add(0, slice(0, 1), torch.tensor([[[1.0, bad, 1.0]]]), torch.tensor([9.0, 8.0, 7.0], dtype=torch.float64))
+    tables = EvictedKeys(1, 1, 1)
+    tables.add(
+        0, slice(0, 1), torch.tensor([[[1.0, bad, 1.0]]]), torch.tensor([[[4.5, 4.0, 3.5]]], dtype=torch.float64)
+    )
     assert not float(tables.at(torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64), longest)) <= 0.0
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+def test_behind_a_border_nothing_weighs(by_step: bool) -> None:
+    """Rows and heads fade each by itself; by infinity, and what was evicted is as if it had never been."""
+    tables, closed = EvictedKeys(1, 2, 2), torch.tensor([[0.0, math.inf], [3.0, 0.5]], dtype=torch.float64)
+    norms = torch.ones((2, 2, 5))
+    tables.add(0, slice(0, 2), norms, doubles((2, 2, 5), 2.0))
+    before = tables.table.clone()
+    if by_step:
+        tables.step(norms[None, ..., 0], doubles((1, 2, 2), math.inf), closed[None])
+    else:
+        tables.fade(0, closed)
+    assert bool((tables.table[0, 0, 1] < NOTHING / 2).all())
+    for row, head in ((0, 0), (1, 0), (1, 1)):
+        found, wanted = tables.table[0, row, head], before[0, row, head] - closed[row, head]
+        assert bool((found >= wanted).all())
+        torch.testing.assert_close(found, wanted)
+    tables.add(0, slice(0, 2), norms, doubles((2, 2, 5), math.inf))  # keys that weigh nothing
+    assert bool((tables.table[0, 0, 1] < NOTHING / 2).all())
+    torch.testing.assert_close(tables.table[0, 1, 1], before[0, 1, 1] - 0.5)

@@ -101,11 +101,6 @@ def test_generation_with_and_without_a_cache(position: str) -> None:
     assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(ValueError, match=r"fox has gates .* use a full cache"):
-        ts.KeyValueCache(small_config("fox"), 1, bounded=True)
-
-
 def test_far_more_tokens_than_float32_could_sum() -> None:
     """A hundred thousand gates of a half: near tokens still differ by exactly theirs."""
     log_gates = torch.full((1, 1, 100_000), -0.6931472)

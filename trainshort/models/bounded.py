@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainshort.models.bounded_gates import GatedKeys
 from trainshort.models.bounded_keys import CLOSE, BoundedKeys
+from trainshort.models.bounded_slopes import SlopedKeys
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
-from trainshort.models.ring_sizes import BoundedCacheError, RingSizes
+from trainshort.models.ring_sizes import ADAPT, BoundedCacheError, RingSizes
 from trainshort.ops.bias import Bias, LinearBias
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 from trainshort.ops.tracing import is_recording
-from trainshort.ops.values import require_positive
+from trainshort.ops.values import require_no_nan, require_positive
 
-ADAPT = 64  # steps between two looks at what queries need
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
 FIRST_TEXT, TEXT_GROWTH = 256, 2**18  # tokens: the text's buffer doubles from the one up to the other, then adds that
 
@@ -87,7 +89,7 @@ class BoundedCache(KeyValueCache):
         self.padding: Tensor | None = None
         self.sequences = None
         self.last, self.next_last = {}, {}
-        self.growing = True
+        self.growing, self.has_gates = True, config.has_gates
         self.length = self.capacity = 0
         # For those who ask for dtype and device: the keys themselves lie in rings.
         self.keys = self.values = [torch.empty((batch_size, 0, config.width), dtype=dtype, device=self.device)]
@@ -101,6 +103,19 @@ class BoundedCache(KeyValueCache):
         self.deferred = False  # certificates are looked at later, by the caller
         self.adapted = 0  # tokens there were when rings were last adapted
         self.reruns = 0
+
+    def expect_norms(self, queries: Tensor, keys: Tensor) -> None:
+        """Queries [layers, heads] and keys [layers, key heads] have no larger norms than these, whatever the text.
+
+        Before the first token. Rings are then made for the worst that can come, and no text runs again. A model with
+        `qk_norm` knows such bounds, and its `make_cache` gives them.
+        """
+        if self.length:
+            raise ValueError("norms are expected before the first token of a cache")
+        group = self.config.num_heads // self.config.kv_heads
+        options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        scale = abs(self.config.score_scale)
+        self.sizes.expect_norms(queries.to(**options) * scale, keys.to(**options).repeat_interleave(group, 1))
 
     def feed(self, tokens: Tensor, compute: Compute) -> Tensor:
         """Compute tokens [B, T] that go on after those here. Where certificates fail, the whole text is run again."""
@@ -232,7 +247,14 @@ class BoundedCache(KeyValueCache):
     def is_stepping(self) -> bool:
         return self.deferred
 
+    def why_not_stepping(self) -> str | None:
+        if self.has_gates:
+            return "a bounded cache looks at gates on the host, every few tokens"
+        return super().why_not_stepping()
+
     def begin_steps(self) -> None:
+        if self.has_gates:
+            raise RuntimeError(f"this cache cannot step: {self.why_not_stepping()}")
         if not self.whole:
             raise RuntimeError("the text must run again first: feed a token, then begin steps")
         self.deferred = True
@@ -286,19 +308,40 @@ class BoundedCache(KeyValueCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
         if is_recording(q, k, v):
             raise RuntimeError("a bounded cache is forward only: call the model under torch.no_grad()")
-        held = self._held_for(bias)
+        held, bias = self._held_for(bias)
         dtype = q.dtype
         if q.shape[2] == 0:
             return q
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
             if q.shape[2] > 1:
-                return held.attend_piece(layer, q, k, v, scale, self.length).to(dtype)
+                return held.attend_piece(layer, q, k, v, bias=bias, scale=scale, length=self.length).to(dtype)
             q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-            return held.attend_one(layer, q, k, v, scale, self.length, self.deferred)[:, :, None].to(dtype)
+            out = held.attend_one(layer, q, k, v, bias=bias, scale=scale, length=self.length, replayed=self.deferred)
+            return out[:, :, None].to(dtype)
 
-    def _held_for(self, bias: Bias | None) -> BoundedKeys:
+    def decay(self, layer: int, log_gates: Tensor) -> DecayBias:
+        with torch.no_grad():
+            bias = self._gated().decay(layer, log_gates.detach(), self.length)
+        for what, marked in bias.without_nan().items():
+            require_no_nan(what, marked)
+        return bias
+
+    def _gated(self) -> GatedKeys:
+        if not self.has_gates:
+            raise TypeError(f"this cache was given gates, and its position {self.config.position!r} has none")
+        if self.held is None:
+            self.held = GatedKeys(self.config, self.sizes, self.padding, dtype=self.dtype)
+            self._set_capacity()
+        assert isinstance(self.held, GatedKeys)
+        return self.held
+
+    def _held_for(self, bias: Bias | None) -> tuple[BoundedKeys, Bias]:
         """Slopes are read once: what was proved with others would be void."""
+        if self.has_gates:
+            if not isinstance(bias, DecayBias):
+                raise TypeError(f"a bounded cache with gates needs the bias that its `decay` makes, got {bias!r}")
+            return self._gated(), bias
         if not isinstance(bias, LinearBias) or bias.slopes.dim() != 1 or not bias.is_causal_only:
             raise TypeError(f"a bounded cache needs a causal LinearBias with slopes [heads], got {bias!r}")
         slopes = bias.slopes.detach()
@@ -312,9 +355,9 @@ class BoundedCache(KeyValueCache):
         elif self.device.type == "cpu" and not torch.equal(self.slopes, slopes.double()):
             raise ValueError("slopes changed while a bounded cache lives: make a new cache for the new slopes")
         if self.held is None:
-            self.held = BoundedKeys(self.config, self.slopes, self.sizes, self.padding, dtype=self.dtype)
+            self.held = SlopedKeys(self.config, self.slopes, self.sizes, self.padding, dtype=self.dtype)
             self._set_capacity()
-        return self.held
+        return self.held, bias
 
     def report(self) -> CacheReport:
         config, batch, held = self.config, self.batch_size, self.held
@@ -328,7 +371,7 @@ class BoundedCache(KeyValueCache):
         width = 2 * config.num_layers * config.kv_heads * config.width * self.dtype.itemsize
         return CacheReport(
             tokens=self.length,
-            nbytes=sum(tensor.nbytes for tensor in tensors) + (0 if held is None else held.lines.nbytes),
+            nbytes=sum(tensor.nbytes for tensor in tensors),
             text_bytes=self.text.nbytes,
             full_bytes=batch * self.length * width,
             keys_held=keys - evicted,
@@ -370,11 +413,6 @@ def _check_options(
         raise ValueError(f"on_failure must be 'rerun' or 'raise', got {on_failure!r}")
     if not config.causal:
         raise ValueError("a cache needs causal attention")
-    if config.has_gates:
-        raise ValueError(
-            f"a bounded cache needs slopes that are known in advance, such as alibi's; {config.position} has gates "
-            "that come from the text, under which keys are not evicted yet: use a full cache"
-        )
     position = config.position_on_meta()
     with torch.device("meta"):
         bias = position.bias()
@@ -383,8 +421,8 @@ def _check_options(
             f"a bounded cache needs slopes that stay as they are; those of {config.position} depend on the length of "
             "the text here: give a factor instead of trained_length, or use a full cache"
         )
-    if not isinstance(bias, LinearBias):
+    if not isinstance(bias, LinearBias) and not config.has_gates:
         raise ValueError(
-            f"a bounded cache needs positions under which distant keys provably fade, such as alibi; "
+            f"a bounded cache needs positions under which distant keys provably fade, such as alibi or fox; "
             f"{config.position} has no such certificate: use a full cache"
         )

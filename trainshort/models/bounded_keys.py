@@ -3,11 +3,14 @@
 A token alone goes through `attend_one` in every layer; its certificates follow for all layers at once, in
 `finish_step`. A piece of a text is certified in each layer (`attend_piece`), against what was evicted before it; what
 then has no place is evicted. Nobody here looks whether certificates hold: `excess` says it, on the device.
+
+How keys fade is left to others: by slopes in bounded_slopes.py, by gates in bounded_gates.py.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -17,13 +20,12 @@ from torch import Tensor
 
 from trainshort.models.config import ModelConfig
 from trainshort.models.ring_sizes import RingSizes
-from trainshort.ops import ring_step
-from trainshort.ops.bias import LinearBias
-from trainshort.ops.dispatch import INTERPRETED, attend_with_lse, backend_for
+from trainshort.ops.bias import Bias
+from trainshort.ops.dispatch import attend_with_lse
 from trainshort.ops.evicted import NOTHING, EvictedKeys
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK, make_problem
-from trainshort.ops.ring_step import Lines, RingStep, lengths_above, products
+from trainshort.ops.ring_step import RingStep, lengths_above, products
 from trainshort.ops.rings import Rings, Span
 
 FIRST_CAPACITY = 256  # keys of a ring at the start; they double until a head has what it needs
@@ -31,22 +33,25 @@ SETTLE = 1024  # tokens after which a cache decides what its heads need; before,
 CLOSE = 2.0  # nats: certificates that hold by less ask for larger rings
 
 
-class BoundedKeys:
+class BoundedKeys(ABC):
     """Of `batch_size` rows. How many tokens there are is the caller's to know; `place` counts them on the device."""
 
     def __init__(
-        self, config: ModelConfig, slopes: Tensor, sizes: RingSizes, padding: Tensor | None, *, dtype: torch.dtype
+        self, config: ModelConfig, sizes: RingSizes, padding: Tensor | None, *, dtype: torch.dtype, has_gates: bool
     ) -> None:
-        """slopes: float64 [H]; padding: int64 [B], leading tokens of each row that are none."""
-        self.config, self.slopes, self.sizes, self.padding = config, slopes, sizes, padding
-        self.device, self.dtype = slopes.device, dtype
+        """padding: int64 [B], leading tokens of each row that are none."""
+        self.config, self.sizes, self.padding = config, sizes, padding
+        self.device, self.dtype = sizes.query_norm.device, dtype
+        self.group = config.num_heads // config.kv_heads
+        self.levels = self.group if has_gates else 0  # numbers that each key keeps of gates
         self.tolerance = sizes.tolerance  # as much again is for keys that are there and not visited
         self.most_padding = 0 if padding is None else int(padding.max())
         layers, batch, kv_heads = config.num_layers, sizes.query_norm.shape[1], config.kv_heads
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):  # these may be written to in other modes than the one they are made in
             like = torch.empty((batch, config.width), dtype=dtype, device=self.device)
-            self.rings = [Rings(like, [FIRST_CAPACITY] * kv_heads, [0] * kv_heads) for _ in range(layers)]
+            at_first = [FIRST_CAPACITY] * kv_heads
+            self.rings = [Rings(like, at_first, [0] * kv_heads, self.levels) for _ in range(layers)]
             self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
             by_key, by_query = (layers, batch, kv_heads), (layers, batch, config.num_heads)
             double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
@@ -59,9 +64,7 @@ class BoundedKeys:
             self.step_norm = torch.zeros(by_query, **single)
             self.step_lse = torch.zeros(by_query, dtype=wide, device=self.device)
             self.step_evicted = torch.zeros(by_key, **single)
-            self.evicted = EvictedKeys(layers, batch, slopes)
-            self.kernel_slopes = slopes.float()
-            self.lines = Lines(slopes, kv_heads, wide)
+            self.evicted = EvictedKeys(layers, batch, config.num_heads, self.device)
         self.targets: list[list[int] | None] = [None] * layers  # keys that heads are to have; None: not settled
         self.stepping = False
         self.lay_out()
@@ -78,29 +81,66 @@ class BoundedKeys:
             for head, capacity in enumerate(rings.capacities):
                 if targets is None or capacity < targets[head]:
                     self.full_at = min(self.full_at, rings.first[head] + capacity)
-        self.lines.forget()
 
     def tensors(self) -> list[Tensor]:
         """All that is kept from token to token."""
         kept = [self.place, self.center, self.center_norm, self.longest, self.excess, self.step_norm, self.step_lse]
         kept += [self.step_evicted, self.evicted.table, self.evicted.end, self.sizes.query_norm, self.sizes.demand]
-        return kept + [buffer for rings in self.rings for buffer in (rings.keys, rings.values, rings.norms)]
+        return kept + [buffer for rings in self.rings for buffer in rings.buffers().values()]
 
     def wanted(self) -> list[list[int]]:
         """By layer and key head: the most keys that a ring may come to hold, as far as that is known."""
         both = zip(self.rings, self.targets, strict=True)
         return [rings.capacities if targets is None else targets for rings, targets in both]
 
+    # How keys fade.
+
+    @abstractmethod
+    def attend_one(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, scale: float, length: int, replayed: bool
+    ) -> Tensor:
+        """One token: q [B, H, D]; k, v [B, Hkv, D]; length: tokens before. replayed: by kernels that count too."""
+
+    @abstractmethod
+    def _step_fading(self) -> tuple[Tensor, Tensor]:
+        """Of the token at work in all layers: the penalty of the key that it evicts, [L, B, H], infinite where there
+        is none, and by how much it lets all keys before it fade, [H] or [L, B, H]."""
+
+    @abstractmethod
+    def _piece_bias(self, span: Span, bias: Bias, tokens: int) -> Bias:
+        """The bias of a span whose last tokens are those of a piece; bias: what the caller gave for the piece."""
+
+    @abstractmethod
+    def _further(self, layer: int, bias: Bias, tokens: int) -> Tensor:
+        """By how much what was evicted before a piece has faded for each of its tokens, [H, T] or [B, H, T]."""
+
+    @abstractmethod
+    def _penalty(self, layer: int, span: Span, end: int) -> Tensor:
+        """Of the keys of a span after `end` tokens, [B or 1, heads, N]: infinite for padding."""
+
+    @abstractmethod
+    def _sizes_at_first(self, layer: int, spans: Sequence[Span], longest: Tensor) -> list[int]:
+        """Keys to keep by key head, when of queries nothing is known but norms."""
+
+    @abstractmethod
+    def _sizes_later(self, layer: int, spans: Sequence[Span] | None, longest: Tensor, length: int) -> list[int]:
+        """The same later on. spans: what there is besides rings, after a piece."""
+
+    def _piece_levels(self, bias: Bias) -> Tensor | None:
+        """What the keys of a piece keep of its gates, [B, Hkv, T, G]."""
+        return None
+
+    def _end_piece(self, layer: int, spans: Sequence[Span], bias: Bias) -> None:
+        """After a piece was certified, and before anything of it is stored."""
+        return
+
     # One token.
 
-    def attend_one(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, replayed: bool
-    ) -> Tensor:
-        """q: [B, H, D]; k, v: [B, Hkv, D]; length: tokens before. replayed: by kernels that count for themselves."""
+    def _step(self, layer: int, scale: float, slopes: Tensor) -> RingStep:
         self.stepping = True
-        step = RingStep(
+        return RingStep(
             rings=self.rings[layer],
-            slopes=self.kernel_slopes,
+            slopes=slopes,
             scale=scale,
             tolerance=self.tolerance,
             place=self.place,
@@ -115,23 +155,12 @@ class BoundedKeys:
             padding=self.padding,
             most_padding=self.most_padding,
         )
-        if backend_for(q) == "triton" or (replayed and INTERPRETED):
-            from trainshort.ops.triton import ring_step as kernels
-
-            return kernels.attend(q, k, v, step)
-        return ring_step.attend(q, k, v, step, length, self.lines)
 
     def finish_step(self) -> None:
         """Tables and certificates of one token, in all layers."""
         self.stepping = False
-        capacity = self.capacity_of[:, None]  # [L, 1, Hkv]
-        left = self.place - capacity  # the key that lay in the new one's slot
-        gone = left >= self.first_of[:, None]
-        if self.padding is not None:
-            gone = gone & (left >= self.padding[:, None])
-        gone = gone.expand_as(self.step_evicted)
-        gone, capacity = self._by_query(gone), self._by_query(capacity)
-        self.evicted.step(self._by_query(self.step_evicted), gone, capacity)
+        self.evicted.step(self._by_query(self.step_evicted), *self._step_fading())
+        capacity = self._by_query(self.capacity_of[:, None])  # [L, 1, H]
         longest = self._by_query(self.longest)
         x, lse = self.step_norm.double(), self.step_lse.double()
         bound = self.evicted.at(x[..., None], longest)[..., 0]
@@ -143,23 +172,24 @@ class BoundedKeys:
 
     # Pieces of a text.
 
-    def attend_piece(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+    def attend_piece(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, scale: float, length: int
+    ) -> Tensor:
         """All keys that are there and those of the piece stay until all of its queries are done."""
         if self.padding is not None and length < self.most_padding:  # what padding holds is never multiplied
             index = torch.arange(length, length + k.shape[2], device=self.device)
             hidden = (index < self.padding[:, None])[:, None, :, None]
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         norms = lengths_above(k - self.center[layer, :, :, None])
-        spans = self._with_piece(layer, k, v, norms, length)
-        group = q.shape[1] // k.shape[1]
+        piece = Span(slice(0, k.shape[1]), length, k, v, norms, self._piece_levels(bias))
+        spans = self._with_piece(layer, piece)
         outs, sums = [], []
         for span in spans:
-            heads = slice(span.heads.start * group, span.heads.stop * group)
             problem = make_problem(
-                q[:, heads],
+                q[:, self._query_heads(span)],
                 span.keys,
                 span.values,
-                LinearBias(self.kernel_slopes[heads]),
+                self._piece_bias(span, bias, k.shape[2]),
                 scale=scale,
                 tolerance=self.tolerance,
                 key_padding_mask=self._real(span.low, span.keys.shape[2]),
@@ -168,7 +198,11 @@ class BoundedKeys:
             outs.append(out)
             sums.append(lse)
         torch.maximum(self.longest[layer], norms.amax(-1), out=self.longest[layer])
-        self._certify_piece(layer, q, torch.cat(sums, 1).double(), scale, length)
+        further = self._further(layer, bias, k.shape[2])
+        most_keys = max(span.keys.shape[2] for span in spans)
+        self._certify_piece(layer, q, torch.cat(sums, 1).double(), further, scale, most_keys, length)
+        self.evicted.fade(layer, further[..., -1])
+        self._end_piece(layer, spans, bias)
         self._keep(layer, spans, tokens=k.shape[2])
         if layer == self.config.num_layers - 1:
             self.lay_out()
@@ -180,29 +214,28 @@ class BoundedKeys:
             return None
         return torch.arange(low, low + count, device=self.device) >= self.padding[:, None]
 
-    def _with_piece(self, layer: int, k: Tensor, v: Tensor, norms: Tensor, length: int) -> list[Span]:
+    def _with_piece(self, layer: int, piece: Span) -> list[Span]:
         """All keys that are there, and behind them those of the piece."""
-        if length == 0:
-            return [Span(slice(0, k.shape[1]), 0, k, v, norms)]
+        if piece.low == 0:
+            return [piece]
         spans = []
         for run in self.rings[layer].runs:
-            span = self.rings[layer].span(run, length)
-            span.keys = torch.cat((span.keys, k[:, run.heads]), 2)
-            span.values = torch.cat((span.values, v[:, run.heads]), 2)
-            span.norms = torch.cat((span.norms, norms[:, run.heads]), 2)
-            spans.append(span)
+            held, new = self.rings[layer].span(run, piece.low), piece.part(run.heads).tensors()
+            joined = {name: torch.cat((rows, new[name]), 2) for name, rows in held.tensors().items()}
+            spans.append(Span(run.heads, held.low, **joined))
         return spans
 
-    def _certify_piece(self, layer: int, q: Tensor, lse: Tensor, scale: float, length: int) -> None:
-        """Against what was evicted before the piece. lse: [B, H, T]."""
+    def _certify_piece(
+        self, layer: int, q: Tensor, lse: Tensor, further: Tensor, scale: float, most_keys: int, length: int
+    ) -> None:
+        """Against what was evicted before the piece. lse: [B, H, T], of up to so many keys."""
         tokens = q.shape[2]
         x = lengths_above(q).double() * abs(scale)
         lse = lse - products(q, self.center[layer]).double() * scale
         longest = self._by_query(self.longest[layer])
-        further = self.slopes[:, None] * torch.arange(1, tokens + 1, dtype=torch.float64, device=self.device)
         bound = self.evicted.at(x, longest, layer)
         center_norm = self._by_query(self.center_norm[layer])[..., None]
-        keys = torch.full((), length + tokens, device=self.device)
+        keys = torch.full((), most_keys, device=self.device)
         excess = bound - further - lse + self._slack(x, lse, longest[..., None], center_norm, keys)
         real = self._real(length, tokens)
         demand = x * longest[..., None] - lse
@@ -253,15 +286,14 @@ class BoundedKeys:
         if settles:
             self._settle(layer, spans)
         elif self.targets[layer] is not None and tokens:
-            self._adapt_layer(layer, end - tokens)
-        if tokens:
-            self.evicted.fade(layer, tokens)
+            self._adapt_layer(layer, end - tokens, spans)
         lows = [span.low for span in spans for _ in range(span.heads.stop - span.heads.start)]
         capacities = [self._capacity(layer, head, end + ahead - low) for head, low in enumerate(lows)]
         kept = [max(low, end - capacity) for low, capacity in zip(lows, capacities, strict=True)]
-        fresh = settles or capacities != rings.capacities  # norms are others after settling
+        # Norms are others after settling, and levels after a piece.
+        fresh = settles or capacities != rings.capacities or bool(self.levels and tokens)
         if fresh:
-            self.rings[layer] = rings = Rings(spans[0].keys, capacities, kept)
+            self.rings[layer] = rings = Rings(spans[0].keys, capacities, kept, self.levels)
         for span in spans:
             own = range(span.heads.start, span.heads.stop)
             for _, alike in groupby(own, key=lambda head: (capacities[head], kept[head])):
@@ -274,12 +306,8 @@ class BoundedKeys:
 
     def _evict(self, layer: int, span: Span, end: int) -> None:
         """Let tables stand for keys from now on; `end` tokens are there."""
-        group = self.config.num_heads // self.config.kv_heads
-        count = span.norms.shape[2]
-        distance = (end - 1 - span.low) - torch.arange(count, dtype=torch.float64, device=self.device)
-        heads = slice(span.heads.start * group, span.heads.stop * group)
-        norms = span.norms.repeat_interleave(group, 1)
-        self.evicted.add(layer, heads, norms, distance, self._real(span.low, count))
+        norms = span.norms.repeat_interleave(self.group, 1)
+        self.evicted.add(layer, self._query_heads(span), norms, self._penalty(layer, span, end))
 
     def _capacity(self, layer: int, head: int, needed: int) -> int:
         """Slots of a ring that has to hold so many keys, if its head wants as many: they double up to that."""
@@ -293,7 +321,9 @@ class BoundedKeys:
         """Choose a centre and the sizes of the rings, from all keys so far."""
         for span in spans:
             real = self._real(span.low, span.keys.shape[2])
-            center = _center(span.keys, real)
+            # A bound of norms that is known says nothing of differences.
+            known = self.sizes.key_norm is not None
+            center = torch.zeros_like(span.keys[:, :, 0]) if known else _center(span.keys, real)
             self.center[layer, :, span.heads] = center
             span.norms = lengths_above(span.keys - center[:, :, None])
             norms = span.norms if real is None else span.norms.masked_fill(~real[:, None], 0.0)
@@ -301,29 +331,33 @@ class BoundedKeys:
         self.center_norm[layer] = lengths_above(self.center[layer]).double()
         longest = self._by_query(self.longest[layer])
         self.evicted.stretch(layer, (2.0 * self.sizes.query_norm[layer]).clamp_min(2.0**-20), longest)
-        self.targets[layer] = self.sizes.at_first(layer, longest, self.slopes)
+        if self.sizes.key_norm is not None:
+            self._expect_the_worst(layer, self.sizes.query_norm[layer], self.sizes.key_norm[layer])
+        self.targets[layer] = self._sizes_at_first(layer, spans, longest)
 
-    def _adapt_layer(self, layer: int, length: int) -> bool:
-        """Whether rings of a layer should be larger from now on."""
-        rings, targets = self.rings[layer], self.targets[layer]
-        assert targets is not None
-        near = (self.excess[layer] > -CLOSE).unflatten(1, (self.config.kv_heads, -1)).any(2).any(0).tolist()
-        close = [
-            near[head] and capacity == targets[head] and length >= rings.first[head] + capacity
-            for head, capacity in enumerate(rings.capacities)  # not those that have just become larger
-        ]
-        longest = self._by_query(self.longest[layer])
-        self.targets[layer] = self.sizes.later(layer, longest, self.slopes, targets, close)
+    def _expect_the_worst(self, layer: int, x: Tensor, key_norm: Tensor) -> None:
+        """Where norms have bounds: a query's own key has not faded, so its log-sum-exp is at least -x‖k‖."""
+        keys = torch.full((), 2.0**21, device=self.device)  # of a sum
+        lse = x * key_norm + math.log(2.0**21)
+        slack = self._slack(x, lse, key_norm, torch.zeros_like(x), keys)
+        self.sizes.expect_demand(layer, 2.0 * x * key_norm + slack)
+
+    def _adapt_layer(self, layer: int, length: int, spans: Sequence[Span] | None = None) -> bool:
+        """Whether rings of a layer should have other sizes from now on."""
+        targets, longest = self.targets[layer], self._by_query(self.longest[layer])
+        self.targets[layer] = self._sizes_later(layer, spans, longest, length)
         if self.targets[layer] == targets:
             return False
         end = torch.maximum(self.evicted.end[layer], 2.0 * self.sizes.query_norm[layer])
         self.evicted.stretch(layer, end, longest)
         return True
 
+    def _query_heads(self, span: Span) -> slice:
+        return slice(span.heads.start * self.group, span.heads.stop * self.group)
+
     def _by_query(self, by_key: Tensor) -> Tensor:
         """[..., Hkv] -> [..., H]."""
-        group = self.config.num_heads // self.config.kv_heads
-        return by_key if group == 1 else by_key[..., None].expand(*by_key.shape, group).flatten(-2)
+        return by_key if self.group == 1 else by_key[..., None].expand(*by_key.shape, self.group).flatten(-2)
 
 
 def _center(keys: Tensor, real: Tensor | None) -> Tensor:

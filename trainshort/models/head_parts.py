@@ -19,6 +19,11 @@ class HeadNorm(nn.Module):
         """x: [B, heads, T, width]."""
         return (F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight[:, None]).to(x.dtype)
 
+    def largest(self) -> Tensor:
+        """The norm [heads] that no head's channels exceed after this, with a sixteenth for rounding in 16 bits."""
+        weight = self.weight.detach().double()
+        return weight.abs().amax(-1) * (weight.shape[-1] ** 0.5 * (1.0 + 2.0**-4))
+
 
 class KeyValueShift(nn.Module):
     """Each key is mixed with the key of the token before, and each value with that value.

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainshort.models.bounded import BoundedCache
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk, require_tokens
@@ -67,7 +68,10 @@ class LanguageModel(Model):
     def make_cache(self, batch_size: int, capacity: int | None = None, **options: Any) -> KeyValueCache:
         """A cache in the dtype and on the device of the model. options: of KeyValueCache, such as bounded=True."""
         weight = self.trunk.embedding.weight
-        return KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device, **options)
+        cache = KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device, **options)
+        if self.config.qk_norm and isinstance(cache, BoundedCache):
+            cache.expect_norms(*self.trunk.norm_bounds())
+        return cache
 
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
         """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""

@@ -312,6 +312,13 @@ class Trunk(nn.Module):
 
         return cache.feed(tokens, compute)
 
+    def norm_bounds(self) -> tuple[Tensor, Tensor]:
+        """With qk_norm: what no norm of a query [layers, heads] or of a key [layers, key heads] exceeds."""
+        modules = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        queries = [module.query_norm.largest() for module in modules if module.query_norm is not None]
+        keys = [module.key_norm.largest() for module in modules if module.key_norm is not None]
+        return torch.stack(queries), torch.stack(keys)
+
     def _hidden(self, tokens: Tensor, token_types: Tensor | None, context: Context) -> Tensor:
         x = self.embedding(tokens)
         if self.token_types is not None:

@@ -1,19 +1,23 @@
 """Keys that were evicted from a cache: what is left of them is a bound of all that they could weigh.
 
-For a query at position p with x = s‖q‖ and a head of slope m, the evicted keys together weigh at most exp(E(x)),
+For a query with x = s‖q‖ the evicted keys of a head together weigh at most exp(E(x)),
 
-    E(x) = ln sum over evicted j of exp(x‖k_j - c‖ - m (p - j)),
+    E(x) = ln sum over evicted j of exp(x‖k_j - c‖ - penalty_j),
 
-relative to exp(s q.c), whatever vector c is taken from every key. E is known at POINTS values of x from 0 to `end`.
-It is convex in x, a log-sum-exp of straight lines, so between two of these values the chord lies above it. Beyond
-`end` it rises by at most the longest norm for each unit of x. With every token all of it fades by m, and the key that
-the token evicts is added: memory and work a token do not depend on how many keys are gone.
+relative to exp(s q.c), whatever vector c is taken from every key. The penalty of a key is m (p - j) for a head of
+slope m; under forget gates it is what the log gates of all tokens after it sum up to, without the sign. E is known at
+POINTS values of x from 0 to `end`. It is convex in x, a log-sum-exp of straight lines, so between two of these values
+the chord lies above it. Beyond `end` it rises by at most the longest norm for each unit of x. With every token all
+penalties grow alike, so E fades by that much, and the key that the token evicts is added: memory and work a token do
+not depend on how many keys are gone.
 
 Tables are float64 and every step rounds up, so they never fall below the sums they bound. The proof is in
 docs/attention.md.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -25,15 +29,17 @@ ROUNDING = 2.0**-40  # of a step in float64, relative, with room to spare
 
 
 class EvictedKeys:
-    """The tables of all layers, rows and query heads, as of the last token."""
+    """The tables of all layers, rows and query heads, as of the last token.
 
-    def __init__(self, layers: int, batch: int, slopes: Tensor) -> None:
-        """slopes: float64 [H]."""
-        self.slopes = slopes
-        shape = (layers, batch, slopes.shape[0])
-        self.table = torch.full((*shape, POINTS), NOTHING, dtype=torch.float64, device=slopes.device)
-        self.end = torch.ones(shape, dtype=torch.float64, device=slopes.device)
-        self.steps = torch.arange(POINTS, dtype=torch.float64, device=slopes.device) / (POINTS - 1)
+    Penalties and what tables fade by are float64 and must not be more than they are. A penalty of infinity stands for
+    a key that weighs nothing, or for none.
+    """
+
+    def __init__(self, layers: int, batch: int, heads: int, device: torch.device | None = None) -> None:
+        shape = (layers, batch, heads)
+        self.table = torch.full((*shape, POINTS), NOTHING, dtype=torch.float64, device=device)
+        self.end = torch.ones(shape, dtype=torch.float64, device=device)
+        self.steps = torch.arange(POINTS, dtype=torch.float64, device=device) / (POINTS - 1)
 
     def points(self) -> Tensor:
         """The values of x in the tables, [L, B, H, POINTS]."""
@@ -45,43 +51,37 @@ class EvictedKeys:
         self.table[layer] = self.at(points, longest, layer)
         self.end[layer] = end
 
-    def fade(self, layer: int, tokens: int) -> None:
-        """Let a layer's keys be further away by so many tokens."""
-        table = self.table[layer]
-        table -= (self.slopes * (tokens * (1.0 - ROUNDING)))[:, None]
-        table += _rounding(table)
+    def fade(self, layer: int, nats: Tensor) -> None:
+        """Let the penalties of all of a layer's keys grow, by [H] or [B, H]."""
+        self.table[layer] = _faded(self.table[layer], nats)
 
-    def add(self, layer: int, heads: slice, norms: Tensor, distance: Tensor, real: Tensor | None = None) -> None:
-        """Add keys to query heads of a layer.
-
-        norms: [B, heads, N]; distance from the last token: float64 [N]; real: bool [B, N], None for all.
-        """
+    def add(self, layer: int, heads: slice, norms: Tensor, penalty: Tensor) -> None:
+        """Add keys to query heads of a layer. norms: [B, heads, N]; penalty: [B or 1, heads, N]."""
         table = self.table[layer, :, heads]
         points = self.points()[layer, :, heads, :, None]  # [B, heads, POINTS, 1]
-        penalty = self.slopes[heads, None, None] * distance  # [heads, 1, N]
+        weightless = penalty == math.inf
+        least = penalty.masked_fill(weightless, 0.0) * (1.0 - ROUNDING)
+        points = points * (1.0 + ROUNDING)
         size = max(1, AT_ONCE // max(1, table.numel()))
         for first in range(0, norms.shape[2], size):
             some = slice(first, first + size)
-            terms = points * norms[:, :, None, some].double() - penalty[..., some]
-            if real is not None:
-                terms = torch.where(real[:, None, None, some], terms, NOTHING)
+            terms = points * norms[:, :, None, some].double() - least[:, :, None, some]
+            terms = terms.masked_fill(weightless[:, :, None, some], NOTHING)
             sums = torch.logsumexp(terms, -1)
-            sums += ROUNDING * (
-                points[..., 0] * norms[:, :, some].amax(-1, keepdim=True) + penalty[..., some].amax(-1) + 1.0
-            )
+            sums += _rounding(sums)
             torch.logaddexp(table, sums, out=sums)
             table.copy_(sums + _rounding(sums))
 
-    def step(self, norms: Tensor, gone: Tensor, distance: Tensor) -> None:
-        """One token in all layers: fade, and add the key that it evicts, where `gone` says that there is one.
+    def step(self, norms: Tensor, penalty: Tensor, nats: Tensor) -> None:
+        """One token in all layers: fade, and add the key that it evicts.
 
-        norms: [L, B, H]; gone: bool [L, B, H]; distance of these keys: [L, B or 1, H].
+        norms and its penalty: [L, B, H]; nats to fade by: [H] or [L, B, H].
         """
-        products, penalty = self.points() * norms.double()[..., None], (self.slopes * distance)[..., None]
+        weightless = (penalty == math.inf)[..., None]
+        products, penalty = self.points() * norms.double()[..., None], penalty[..., None]
         terms = products - penalty + ROUNDING * (products + penalty + 1.0)
-        terms = torch.where(gone[..., None], terms, NOTHING)
-        table = self.table - (self.slopes * (1.0 - ROUNDING))[:, None]
-        torch.logaddexp(table, terms, out=terms)
+        terms = terms.masked_fill(weightless, NOTHING)
+        torch.logaddexp(_faded(self.table, nats), terms, out=terms)
         self.table.copy_(terms + _rounding(terms))
 
     def at(self, x: Tensor, longest: Tensor, layer: int | None = None) -> Tensor:
@@ -94,6 +94,11 @@ class EvictedKeys:
         bound = low + (place - index).clamp_max(1.0) * (high - low) + beyond
         bound = bound + ROUNDING * (low.abs() + high.abs() + beyond)
         return torch.where((low < NOTHING / 2) & ~torch.isnan(bound), NOTHING, bound)  # for long queries too
+
+
+def _faded(table: Tensor, nats: Tensor) -> Tensor:
+    table = (table - (nats * (1.0 - ROUNDING))[..., None]).clamp_min(NOTHING)
+    return table + _rounding(table)
 
 
 def _rounding(sums: Tensor) -> Tensor:

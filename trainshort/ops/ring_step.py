@@ -56,7 +56,7 @@ class Lines:
         return sum(line.nbytes for line in self.lines.values())
 
     def bias(self, run: Run, last: int, slots: slice) -> Tensor:
-        """[1, heads, G, slots]."""
+        """[1, heads, G, slots]; last: the slot of the last key."""
         key = (run.heads.start, run.heads.stop, run.capacity)
         line = self.lines.get(key)
         if line is None:
@@ -71,8 +71,27 @@ class Lines:
         self.lines.clear()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep, position: int, lines: Lines) -> Tensor:
-    """Store k and v [B, Hkv, D], and return the output [B, H, D] of q over all keys there. position: as in place."""
+class Levels:
+    """The bias of the slots of rings under gates: how much lower the level of the last token is than a slot's."""
+
+    def __init__(self, rings: Rings, last: Tensor, dtype: torch.dtype) -> None:
+        """last: float64 [B, H]."""
+        self.rings, self.last, self.dtype = rings, last, dtype
+
+    def bias(self, run: Run, last: int, slots: slice) -> Tensor:
+        """[B, heads, G, slots]."""
+        assert self.rings.levels is not None
+        group = self.rings.levels.shape[2]
+        levels = self.rings.slots_of(self.rings.levels, run)[:, :, slots].transpose(2, 3)
+        own = self.last.unflatten(1, (-1, group))[:, run.heads, :, None]
+        return (own - levels).to(self.dtype).contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep, position: int, biases: Lines | Levels) -> Tensor:
+    """Store k and v [B, Hkv, D], and return the output [B, H, D] of q over all keys there. position: as in place.
+
+    Levels, where rings have them, are stored already.
+    """
     rings = step.rings
     norms = lengths_above(k - step.center)
     torch.maximum(step.longest, norms, out=step.longest)
@@ -84,7 +103,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep, position: int, lines
     read = sum(min(run.capacity, position + 1) * (run.heads.stop - run.heads.start) for run in rings.runs)
     with one_thread() if read * q.shape[0] * q.shape[2] <= LITTLE else nullcontext():
         parts = [
-            _attend_run(q[:, run.heads.start * group : run.heads.stop * group], run, step, position, lines)
+            _attend_run(q[:, run.heads.start * group : run.heads.stop * group], run, step, position, biases)
             for run in rings.runs
         ]
     outs, sums = zip(*parts, strict=True)
@@ -93,7 +112,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: RingStep, position: int, lines
     return torch.cat(outs, 1).flatten(1, 2)
 
 
-def _attend_run(q: Tensor, run: Run, step: RingStep, position: int, lines: Lines) -> tuple[Tensor, Tensor]:
+def _attend_run(q: Tensor, run: Run, step: RingStep, position: int, biases: Lines | Levels) -> tuple[Tensor, Tensor]:
     """Output [B, heads, G, D] and log-sum-exp [B, heads, G] of a run's queries."""
     q = q.unflatten(1, (run.heads.stop - run.heads.start, -1))
     keys, values = (step.rings.slots_of(buffer, run) for buffer in (step.rings.keys, step.rings.values))
@@ -101,23 +120,16 @@ def _attend_run(q: Tensor, run: Run, step: RingStep, position: int, lines: Lines
     first = low % run.capacity
     wrapped = position + 1 - low < run.capacity and first > last
     fused = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and piece_kernels.has_fused()
-    if not fused or wrapped or step.most_padding > low:
-        there = _there(run, step, position)
-        bias = lines.bias(run, last, slice(0, run.capacity))
-        return _attend_masked(q, keys, values, bias.masked_fill(~there[:, None, None], float("-inf")), step.scale)
-    if position + 1 - low == run.capacity:
-        first, end = 0, run.capacity
-    else:
-        end = last + 1
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q,
-        keys[:, :, first:end],
-        values[:, :, first:end],
-        0.0,
-        False,
-        attn_mask=lines.bias(run, last, slice(first, end)),
-        scale=step.scale,
-    )
+    if fused and not wrapped and step.most_padding <= low:
+        slots = slice(0, run.capacity) if position + 1 - low == run.capacity else slice(first, last + 1)
+        bias = biases.bias(run, last, slots)
+        if isinstance(biases, Lines) or not bool(torch.isinf(bias).any()):
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, keys[:, :, slots], values[:, :, slots], 0.0, False, attn_mask=bias, scale=step.scale
+            )
+    there = _there(run, step, position)
+    bias = biases.bias(run, last, slice(0, run.capacity))
+    return _attend_masked(q, keys, values, bias.masked_fill(~there[:, None, None], float("-inf")), step.scale)
 
 
 def _there(run: Run, step: RingStep, position: int) -> Tensor:

@@ -23,7 +23,7 @@ def check_values(problem: Problem) -> None:
         for name, slopes in problem.bias.not_negative().items():
             require_positive(name, slopes, or_zero=True)
         for what, marked in problem.bias.without_nan().items():
-            _require_no_nan(what, marked)
+            require_no_nan(what, marked)
     if problem.key_norms is not None:
         _require_norms(problem.key_norms)
     mask = problem.key_padding_mask
@@ -73,7 +73,7 @@ def require_positive(name: str, slopes: Tensor, *, or_zero: bool = False) -> Non
     )
 
 
-def _require_no_nan(what: str, marked: Tensor) -> None:
+def require_no_nan(what: str, marked: Tensor) -> None:
     if _is_known(marked):
         return
     if marked.device.type != "cpu":  # NaN goes on to the last number, and on a GPU nobody reads where it began
