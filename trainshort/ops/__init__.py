@@ -293,7 +293,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
     Args:
         slopes: [H] or [B, H]; None: the paper's. Or instead of it
-        bias: A LinearBias, for the variants of encoders, or a DecayBias.
+        bias: A LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with logarithmic=False.
         block: Queries and keys of a block.
 
     All other arguments as in `alibi_attention`.
@@ -317,7 +317,8 @@ def certified_windows(  # noqa: PLR0913  a public signature
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not (isinstance(bias, Bias) and bias.certifiable):
-        raise TypeError(f"bias must be a LinearBias or a DecayBias, got {type(bias).__name__}")
+        came = "one with logarithmic=True" if isinstance(bias, KerpleBias) else type(bias).__name__
+        raise TypeError(f"bias must be a LinearBias, a DecayBias or a KerpleBias with logarithmic=False, got {came}")
     problem = make_problem(
         q,
         k,
