@@ -96,6 +96,8 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
     if query_blocks == 0 or key_blocks < 2:
         return None
+    if isinstance(problem.bias, KerpleBias) and problem.causal and problem.q.shape[2] == 1:
+        return None  # a step of decoding is cheaper than its window
     if problem.q.device.type != "cpu":
         return slice(0, heads)
     by_levels = isinstance(problem.bias, DecayBias)
