@@ -386,5 +386,5 @@ def _check_options(
     if not isinstance(bias, LinearBias):
         raise ValueError(
             f"a bounded cache needs positions under which distant keys provably fade, such as alibi; "
-            f"{config.position} has no such certificate: use a full cache"
+            f"{config.position} has no certificate for evicted keys: use a full cache"
         )

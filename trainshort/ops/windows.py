@@ -257,10 +257,13 @@ def _slope_side(slopes: Tensor, position: Tensor, blocks: int, block: int) -> _S
     """slopes: [B or 1, H]; position: of the queries, [B or 1, 1, Tq]."""
     ends = (torch.arange(blocks, device=slopes.device) + 1) * block - 1
     inside = torch.arange(1 - block, 1, device=slopes.device)  # position relative to the end of the block
+    queries = slopes[..., None] * position
+    # Sums of numbers as large as these round to 2^-53 of them, a few times.
+    rounding = 2.0**-50 * (queries.abs() + slopes[..., None] * (blocks * block))
     # All keys as long as the longest: a geometric series.
     series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
     return _Side(
-        queries=slopes[..., None] * position,
+        queries=queries - rounding,
         ends=(slopes[..., None] * ends).masked_fill(slopes[..., None] == 0, HUGE),  # without a slope nothing goes
         fade=(slopes[..., None] * inside)[:, :, None],
         series=series[..., None],
@@ -280,9 +283,7 @@ def _envelope_side(problem: Problem, bias: KerpleBias, position: Tensor, block: 
     """position: of the queries, [B or 1, 1, Tq]."""
     slopes, rises = (line[None] for line in _envelope(problem, bias))  # [1, H]
     side = _slope_side(slopes, position, -(-problem.k.shape[2] // block), block)
-    # Slopes of 53 bits: products with places, and sums of them, round to 2^-53 of their size, a few times.
-    rounding = 2.0**-50 * (side.queries.abs() + side.ends[..., -1:] + rises[..., None])
-    return side._replace(queries=side.queries - rises[..., None] - rounding)
+    return side._replace(queries=side.queries - (1.0 + 2.0**-50) * rises[..., None])
 
 
 def _side(problem: Problem, block: int, ahead: bool) -> _Side:
