@@ -183,8 +183,8 @@ def attention(  # noqa: PLR0913  a public signature
 
     Args:
         bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5), a KerpleBias or None. Keys can be
-            skipped under the first two, and under a KerpleBias with logarithmic=False: `tolerance` and `key_norms` say
-            nothing otherwise.
+            skipped under the first two and under a KerpleBias with logarithmic=False: `tolerance` and `key_norms`
+            say nothing otherwise.
         return_lse: Also return the natural log-sum-exp of the scores, bias and scale included: float32 (float64 for
             float64 inputs), [B, H, Tq], -inf where a query sees no key. Differentiable, so that attention to several
             sets of keys can be merged. Of skipped keys it misses at most -ln(1 - tolerance).
