@@ -620,7 +620,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="on_failure must be"):
         make(on_failure="ignore")
     for position in ("rotary", "t5", "none", "sinusoidal", "learned"):
-        with pytest.raises(ValueError, match=f"{position} has no such certificate"):
+        with pytest.raises(ValueError, match=f"{position} has no certificate for evicted keys"):
             make(config=small_config(position))
     with pytest.raises(ValueError, match="causal"):
         make(config=small_config(causal=False))

@@ -11,9 +11,10 @@ from trainshort.models.kept import attended, share_of_keys
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("position", ["alibi", "fox"])
+@pytest.mark.parametrize("position", ["alibi", "fox", "kerple"])
 def test_it_is_the_share_of_blocks_that_windows_visit(position: str) -> None:
-    model, tokens = language_model(position, num_layers=2), random_tokens(1, 1500)
+    options = {"kind": "power"} if position == "kerple" else {}
+    model, tokens = language_model(position, num_layers=2, position_options=options), random_tokens(1, 1500)
     if position == "fox":
         for block in model.trunk.blocks:
             block.attention.gates.logits.bias.fill_(2.0)

@@ -149,7 +149,16 @@ def skipping_costs(case: Case) -> Results:
         "future": dscores.sum() * furthest,
         "log_gates": dscores.sum(-1) * case.k.shape[2] ** 0.5,
         "future_gates": dscores.sum(-1) * case.k.shape[2] ** 0.5,
-    }
+    } | _skipping_costs_of_powers(case, dscores, furthest)
+
+
+def _skipping_costs_of_powers(case: Case, dscores: Tensor, furthest: float) -> Results:
+    if case.strengths is None or case.exponents is None:
+        return {}
+    steps = torch.tensor(max(furthest, 1.0), dtype=torch.float64, device=dscores.device)
+    by_strength = dscores.sum((0, 2)) * steps ** case.exponents.double()  # [H]
+    by_exponent = by_strength * case.strengths.double() * steps.log()
+    return {"strengths": by_strength.norm(), "exponents": by_exponent.norm()}
 
 
 def _crossing(terms: Tensor, log_gates: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ class Case:
     @property
     def may_skip(self) -> float:
         """The softmax mass that a query may skip, as the contract has it."""
-        if self.slopes is None and self.log_gates is None:
+        power = self.strengths is not None and not self.logarithmic
+        if self.slopes is None and self.log_gates is None and not power:
             return 0.0
         if self.tolerance is not None:
             return self.tolerance

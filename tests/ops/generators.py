@@ -45,7 +45,10 @@ def cases(
     lengths: tuple[int, int] = (129, 640),
     kinds: str = "slopes",
 ) -> Iterator[Case]:
-    """Calls of attention whose windows can be checked against dense attention in float64. kinds: or "decay"."""
+    """Calls of attention whose windows can be checked against dense attention in float64.
+
+    kinds: or "decay", or "power".
+    """
     number = seed * 1_000_000
     while True:
         yield _on(_case(random.Random(number), dtypes, lengths, kinds), device)
@@ -66,7 +69,7 @@ def _case(choose: random.Random, dtypes: tuple[torch.dtype, ...], lengths: tuple
         group = choose.choice((2, 4))
         case = replace(case, k=case.k[:, ::group], v=case.v[:, ::group])
     case = replace(case, **_place(choose, case))
-    case = replace(case, **(_decay(choose, case) if kinds == "decay" else _sides(choose, case)))
+    case = replace(case, **{"slopes": _sides, "decay": _decay, "power": _power}[kinds](choose, case))
     return replace(case, key_norms=_norms(choose.choice(NORMS), case))
 
 
@@ -145,6 +148,23 @@ def _decay(choose: random.Random, case: Case) -> dict[str, Any]:
         "log_gates": gates(),
         "future_gates": None if causal else gates(),
         "causal": causal,
+    }
+
+
+def _power(choose: random.Random, case: Case) -> dict[str, Any]:
+    """Powers of the distance: nearly constant, nearly linear, or steep; weak and strong."""
+    heads = case.q.shape[1]
+    generator = torch.Generator().manual_seed(choose.randrange(2**40))
+    exponents = choose.choice((0.05, 0.5, 0.9, 1.0, 1.0)) + choose.choice((0.0, 0.1, 1.0, 20.0)) * torch.rand(
+        heads, generator=generator
+    )
+    strengths = 2.0 ** (choose.choice((-20.0, -8.0, -3.0)) + 8.0 * torch.rand(heads, generator=generator))
+    return {
+        "slopes": None,
+        "strengths": strengths,
+        "exponents": exponents,
+        "logarithmic": False,
+        "causal": choose.random() < 0.6,
     }
 
 

@@ -15,7 +15,7 @@ from tests.ops.generators import cases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["slopes", "decay"])
+@pytest.mark.parametrize("kinds", ["slopes", "decay", "power"])
 @pytest.mark.parametrize("seed", range(4))
 def test_certificates_counted(seed: int, kinds: str, record_property: Callable[[str, object], None]) -> None:
     found = count(itertools.islice(cases(seed, kinds=kinds), 400))
@@ -26,7 +26,7 @@ def test_certificates_counted(seed: int, kinds: str, record_property: Callable[[
     assert found.worst >= 0.9, "too loose to tell anything"
 
 
-@pytest.mark.parametrize("kinds", ["slopes", "decay"])
+@pytest.mark.parametrize("kinds", ["slopes", "decay", "power"])
 def test_some_certificates_counted(kinds: str) -> None:
     found = count(itertools.islice(cases(100, lengths=(129, 300), kinds=kinds), 40))
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"

@@ -30,6 +30,15 @@ def test_windows() -> None:
     assert set(found.why_not) == {path.name for path in PATHS} - {"blocked"}
 
 
+def test_windows_of_powers() -> None:
+    q, k, v = tensors(4096)
+    strengths, exponents = torch.tensor([0.1, 0.5, 1.0, 0.01]), torch.tensor([1.5, 1.0, 0.9, 2.0])
+    assert ts.explain(q, k, v, bias=ts.KerpleBias(strengths, exponents, logarithmic=False)).keys_visited < 0.25
+    assert ts.explain(q, k, v, bias=ts.KerpleBias(strengths, exponents)).keys_visited == 1.0
+    both = ts.explain(q, k, v, bias=ts.KerpleBias(strengths, exponents, logarithmic=False), causal=False)
+    assert both.keys_visited < 0.25
+
+
 def test_everything() -> None:
     q, k, v = tensors(2048)
     assert ts.explain(q, k, v, bias=STEEP, tolerance=0.0).keys_visited == 1.0

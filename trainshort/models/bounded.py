@@ -424,5 +424,5 @@ def _check_options(
     if not isinstance(bias, LinearBias) and not config.has_gates:
         raise ValueError(
             f"a bounded cache needs positions under which distant keys provably fade, such as alibi or fox; "
-            f"{config.position} has no such certificate: use a full cache"
+            f"{config.position} has no certificate for evicted keys: use a full cache"
         )

@@ -183,7 +183,8 @@ def attention(  # noqa: PLR0913  a public signature
 
     Args:
         bias: A LinearBias (ALiBi), a DecayBias (gates, times), a BucketBias (T5), a KerpleBias or None. Keys can be
-            skipped under the first two only: `tolerance` and `key_norms` say nothing otherwise.
+            skipped under the first two and under a KerpleBias with logarithmic=False: `tolerance` and `key_norms`
+            say nothing otherwise.
         return_lse: Also return the natural log-sum-exp of the scores, bias and scale included: float32 (float64 for
             float64 inputs), [B, H, Tq], -inf where a query sees no key. Differentiable, so that attention to several
             sets of keys can be merged. Of skipped keys it misses at most -ln(1 - tolerance).
@@ -293,7 +294,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
     Args:
         slopes: [H] or [B, H]; None: the paper's. Or instead of it
-        bias: A LinearBias, for the variants of encoders, or a DecayBias.
+        bias: A LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with logarithmic=False.
         block: Queries and keys of a block.
 
     All other arguments as in `alibi_attention`.
@@ -317,7 +318,8 @@ def certified_windows(  # noqa: PLR0913  a public signature
     elif slopes is not None:
         raise ValueError("slopes and bias say the same thing: pass one of them")
     elif not (isinstance(bias, Bias) and bias.certifiable):
-        raise TypeError(f"bias must be a LinearBias or a DecayBias, got {type(bias).__name__}")
+        came = "one with logarithmic=True" if isinstance(bias, KerpleBias) else type(bias).__name__
+        raise TypeError(f"bias must be a LinearBias, a DecayBias or a KerpleBias with logarithmic=False, got {came}")
     problem = make_problem(
         q,
         k,

@@ -85,7 +85,6 @@ class Bias:
     """What attention asks of a bias. Methods that raise are for each class to define."""
 
     learned: ClassVar[tuple[str, ...]]  # the fields that are differentiable if they require grad
-    certifiable: ClassVar[bool] = False  # whether windows.py can prove from it which keys may be skipped
     by_distance: ClassVar[bool] = True  # whether it depends on the distance alone
     has_kernels: ClassVar[bool] = True  # whether the Triton kernels know it
 
@@ -93,6 +92,11 @@ class Bias:
     def from_fields(cls, **values: Any) -> Self:
         """The bias with these fields."""
         return cls(**values)
+
+    @property
+    def certifiable(self) -> bool:
+        """Whether windows.py can prove from it which keys may be skipped."""
+        return False
 
     @property
     def separable_beyond(self) -> int:
@@ -201,7 +205,6 @@ class LinearBias(Bias):
     sees: Sequence[Sight] | None = None
 
     learned = ("slopes", "future")
-    certifiable = True
 
     def __post_init__(self) -> None:
         for name in ("slopes", "future"):
@@ -236,6 +239,10 @@ class LinearBias(Bias):
         past = (heads + 1) // 2
         sees: list[Sight] = ["past" if head < past else "future" for head in range(heads)]
         return cls(slopes, sees=sees)
+
+    @property
+    def certifiable(self) -> bool:
+        return True
 
     @property
     def is_causal_only(self) -> bool:

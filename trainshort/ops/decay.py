@@ -47,7 +47,6 @@ class DecayBias(Bias):
     rates: Tensor | None = None  # [H] or [B, H]: with these, c = -rate * time
 
     learned = ("gate_sums", "ahead_sums", "rates")
-    certifiable = True
     by_distance = False
 
     def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
@@ -100,6 +99,10 @@ class DecayBias(Bias):
     def _tensors(self) -> dict[str, Tensor]:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def certifiable(self) -> bool:
+        return True
 
     @property
     def differs_by_row(self) -> bool:

@@ -42,6 +42,10 @@ class KerpleBias(Bias):
                 raise ValueError(f"KerpleBias {name} must be [heads], got shape {list(value.shape)}")
 
     @property
+    def certifiable(self) -> bool:
+        return not self.logarithmic
+
+    @property
     def separable_beyond(self) -> int:
         return NEVER
 
@@ -64,6 +68,21 @@ class KerpleBias(Bias):
         strength, exponent = (value.to(dtype).view(shape) for value in (self.strengths, self.exponents))
         steps = distance.abs().to(dtype)
         return -exponent * torch.log1p(strength * steps) if self.logarithmic else -strength * steps**exponent
+
+    def envelope(self, furthest: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+        """Slopes and rises [H], float64: a d^p is at least slope * d - rise at every distance d up to `furthest`.
+
+        Where p < 1 the chord from 0 to `furthest`, else the tangent where a d^p is `reach`. Rounded down by more than
+        what a few operations of float64 can lose; a line that float64 can't hold has slope 0.
+        """
+        strength, exponent = self.strengths.detach().double(), self.exponents.detach().double()
+        chord = strength * furthest ** (exponent - 1.0)
+        touch = (reach / strength) ** (1.0 / exponent)
+        cost = strength * touch**exponent
+        slope = torch.where(exponent < 1.0, chord, exponent * cost / touch) * (1.0 - 2.0**-40)
+        rise = torch.where(exponent < 1.0, 0.0, (exponent - 1.0) * cost) * (1.0 + 2.0**-40)
+        held = torch.isfinite(slope * furthest + rise)
+        return torch.where(held, slope, 0.0), torch.where(held, rise, 0.0)
 
     def gradient_sums(self, batch: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: torch.zeros((batch, heads), dtype=dtype, device=self.strengths.device) for name in self.learned}

@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from trainshort.ops.decay import DecayBias
+from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.norms import portions, row_norms
 from trainshort.ops.problem import Problem
 
@@ -29,10 +31,12 @@ def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor,
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
         near = _mean_key_score(problem, center, start).double()
-        if problem.key_padding_mask is not None:
+        if problem.key_padding_mask is not None or isinstance(problem.bias, KerpleBias):  # powers may be steep
             near = torch.maximum(near, _nearest_score(problem, center))
     else:
         near = _nearest_score(problem, center)
+    if isinstance(problem.bias, KerpleBias):  # its costs are rounded powers
+        near = near - 2.0**-40 * near.abs()
     # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key; ‖k - c‖ + 2‖c‖ is no less.
     group = problem.q.shape[1] // problem.k.shape[1]
     longest = longest.clamp_min(0.0).double()
@@ -66,7 +70,13 @@ def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tens
     tile = torch.arange(tiles, device=q.device) + before  # index of a tile's own keys among `means`
     first, end = (limit.expand(-1, queries) for limit in problem.key_runs())
     offset = (torch.arange(queries, device=q.device) % NEAR).to(dtype)  # place of a query in its tile
-    gain_of = _LinearGain(problem, offset) if problem.bias_is_linear else _DecayGain(problem, low, whole)
+    gain_of: _LinearGain | _DecayGain | _PowerGain
+    if isinstance(problem.bias, DecayBias):
+        gain_of = _DecayGain(problem, low, whole)
+    elif isinstance(problem.bias, KerpleBias):
+        gain_of = _PowerGain(problem.bias, queries, q.device)
+    else:
+        gain_of = _LinearGain(problem, offset)
 
     # Mean keys [B, Hkv, tiles, D]; ln n - cost, -inf where out of sight [B, H, Tq].
     neighbours: list[Tensor] = []
@@ -108,6 +118,24 @@ class _LinearGain:
         if ahead:
             return math.log(run) - self.future * (NEAR - self.offset + (run - 1) / 2 - self.ahead_offset)
         return math.log(run) - self.past * (self.offset + (run + 1) / 2)
+
+    def inside_borders(self, gain: Tensor, first: Tensor, end: Tensor) -> Tensor:
+        return gain
+
+
+class _PowerGain:
+    """The same for a KerpleBias, in float64, from the cost of each of the n keys."""
+
+    def __init__(self, bias: KerpleBias, queries: int, device: torch.device) -> None:
+        self.bias = bias
+        self.offset = torch.arange(min(queries, NEAR), device=device)
+        self.place = torch.arange(queries, device=device) % NEAR  # of each query in its tile
+
+    def __call__(self, run: int, ahead: bool, from_tile: Tensor) -> Tensor:
+        nearest = NEAR - self.offset if ahead else self.offset + 1
+        distance = nearest[:, None] + torch.arange(run, device=nearest.device)
+        means = self.bias.at_distance(distance[None, None], torch.float64).mean(-1)  # [1, H, NEAR]
+        return math.log(run) + means[:, :, self.place]
 
     def inside_borders(self, gain: Tensor, first: Tensor, end: Tensor) -> Tensor:
         return gain

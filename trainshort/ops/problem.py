@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def linear(self) -> LinearBias:
-        """The bias of a problem whose keys may be skipped: this one or the next."""
+        """The bias where it is linear; the next, where it is a decay."""
         assert isinstance(self.bias, LinearBias)
         return self.bias
 

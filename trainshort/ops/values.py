@@ -66,11 +66,13 @@ def require_positive(name: str, slopes: Tensor, *, or_zero: bool = False) -> Non
     if _is_known(slopes):
         return
     good = ((slopes >= 0) if or_zero else (slopes > 0)) & (slopes <= LARGEST_SLOPE)  # NaN compares false
-    _require(
-        good,
-        f"{name} must be {'0 or ' if or_zero else ''}positive and at most 2^64",
-        lambda: f", got {float(slopes.detach()[~good][0])}: a head of slope 100 sees its own position alone already",
-    )
+
+    def came() -> str:
+        number = float(slopes.detach()[~good][0])
+        hint = ": a head of slope 100 sees its own position alone already" if number > LARGEST_SLOPE else ""
+        return f", got {number}{hint}"
+
+    _require(good, f"{name} must be {'0 or ' if or_zero else ''}positive and at most 2^64", came)
 
 
 def require_no_nan(what: str, marked: Tensor) -> None:

@@ -16,7 +16,8 @@ Rounding is paid for: norms carry a slack of (D + 4) 2^-23 of their size, near s
 setting of torch for the precision of matrix products can exceed, because no matrix product of float32 is taken. A
 NaN or an infinity in a norm makes the bound infinite, so that such a key is always visited and such a query visits
 everything.
-For a DecayBias -c_j stands for m j and -c_p for m p.
+For a DecayBias -c_j stands for m j and -c_p for m p. Under powers of the distance (KerpleBias) the tail comes from a
+line that no cost lies below, and the total from the costs themselves.
 
 The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 from trainshort.ops import threads
 from trainshort.ops.bias import Sight
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.near import lse_lower_bound
 from trainshort.ops.norms import block_norms_of, center_of, key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
@@ -61,7 +63,7 @@ def _certified_blocks(problem: Problem, block: int) -> Tensor:
         low, high = low.clone(), high.clone()
         low[:, heads] = torch.maximum(low[:, heads], first)
         high[:, heads] = torch.minimum(high[:, heads], last)
-        if not problem.bias_is_linear:
+        if isinstance(problem.bias, DecayBias):
             low, high = _inside_borders(problem, low, high, block)
         # Monotone in the query block, so that each key block serves one contiguous range of query blocks.
         low = low.masked_fill(empty, FAR).flip(-1).cummin(-1).values.flip(-1)
@@ -94,9 +96,12 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
     if query_blocks == 0 or key_blocks < 2:
         return None
+    if isinstance(problem.bias, KerpleBias) and problem.causal and problem.q.shape[2] == 1:
+        return None  # a step of decoding is cheaper than its window
     if problem.q.device.type != "cpu":
         return slice(0, heads)
-    kept = _least_by_slopes(problem, block) if problem.bias_is_linear else _least_by_levels(problem, block)
+    by_levels = isinstance(problem.bias, DecayBias)
+    kept = _least_by_levels(problem, block) if by_levels else _least_by_slopes(problem, block)
     if float(kept.mean()) > (0.5 if _is_short(problem) else 0.875):
         return None
     promising = (kept <= 0.75).nonzero()[:, 0].tolist()
@@ -110,16 +115,28 @@ def promising_heads(problem: Problem, block: int = BLOCK) -> slice | None:
 def _least_by_slopes(problem: Problem, block: int) -> Tensor:
     """The share of its blocks that a head visits at least, whatever the norms are: float64 [H]."""
     query_blocks, key_blocks = (-(-t.shape[2] // block) for t in (problem.q, problem.k))
-    bias = problem.linear
-    slopes = bias.slopes.detach()
-    if bias.future is not None:
-        slopes = torch.maximum(slopes, bias.future.detach())
-    steepest = torch.atleast_2d(slopes).amax(0).double()
-    shortest = 1 + torch.ceil(math.log(1.0 / problem.tolerance) / steepest / block)  # blocks, [H]
+    rise: Tensor | float = 0.0
+    if isinstance(problem.bias, KerpleBias):
+        steepest, rise = _envelope(problem, problem.bias)
+    else:
+        slopes = problem.linear.slopes.detach()
+        if problem.linear.future is not None:
+            slopes = torch.maximum(slopes, problem.linear.future.detach())
+        steepest = torch.atleast_2d(slopes).amax(0).double()
+    shortest = 1 + torch.ceil((math.log(1.0 / problem.tolerance) + rise) / steepest / block)  # blocks, [H]
     if problem.causal:  # a query block with n key blocks in sight visits at least min(n, shortest) of them
         sight = torch.arange(key_blocks - query_blocks + 1, key_blocks + 1, device="cpu").clamp(min=1).double()
         return torch.minimum(sight, shortest[:, None]).sum(-1) / sight.sum()
     return (2 * shortest - 1).clamp(max=key_blocks) / key_blocks
+
+
+def _envelope(problem: Problem, bias: KerpleBias) -> tuple[Tensor, Tensor]:
+    """Slopes and rises [H] of lines that the costs of all keys in sight lie above."""
+    position = problem.positions()
+    furthest = position.amax()
+    if not problem.causal:
+        furthest = torch.maximum(furthest, problem.k.shape[2] - 1 - position.amin())
+    return bias.envelope(furthest.clamp_min(1).double(), math.log(1.0 / problem.tolerance))
 
 
 def _least_by_levels(problem: Problem, block: int) -> Tensor:
@@ -240,10 +257,13 @@ def _slope_side(slopes: Tensor, position: Tensor, blocks: int, block: int) -> _S
     """slopes: [B or 1, H]; position: of the queries, [B or 1, 1, Tq]."""
     ends = (torch.arange(blocks, device=slopes.device) + 1) * block - 1
     inside = torch.arange(1 - block, 1, device=slopes.device)  # position relative to the end of the block
+    queries = slopes[..., None] * position
+    # Sums of numbers as large as these round to 2^-53 of them, a few times.
+    rounding = 2.0**-50 * (queries.abs() + slopes[..., None] * (blocks * block))
     # All keys as long as the longest: a geometric series.
     series = torch.log(torch.expm1(-slopes * block) / torch.expm1(-slopes))
     return _Side(
-        queries=slopes[..., None] * position,
+        queries=queries - rounding,
         ends=(slopes[..., None] * ends).masked_fill(slopes[..., None] == 0, HUGE),  # without a slope nothing goes
         fade=(slopes[..., None] * inside)[:, :, None],
         series=series[..., None],
@@ -259,17 +279,26 @@ def _level_side(queries: Tensor, heights: Tensor, block: int) -> _Side:
     return _Side(queries - rounding, by_block[..., -1], fade, torch.logsumexp(fade, dim=-1))
 
 
+def _envelope_side(problem: Problem, bias: KerpleBias, position: Tensor, block: int) -> _Side:
+    """position: of the queries, [B or 1, 1, Tq]."""
+    slopes, rises = (line[None] for line in _envelope(problem, bias))  # [1, H]
+    side = _slope_side(slopes, position, -(-problem.k.shape[2] // block), block)
+    return side._replace(queries=side.queries - (1.0 + 2.0**-50) * rises[..., None])
+
+
 def _side(problem: Problem, block: int, ahead: bool) -> _Side:
     """One side of the bias of a problem. Later keys are mirrored: key j stands at blocks * block - 1 - j."""
     blocks = -(-problem.k.shape[2] // block)
-    if not problem.bias_is_linear:
+    if isinstance(problem.bias, DecayBias):
         queries, heights = problem.decay.heights(problem.bias_positions(), ahead)
         missing = blocks * block - heights.shape[2]
         if ahead and missing:  # in front of the mirrored keys
             heights = torch.cat((heights[..., :1].expand(-1, -1, missing), heights), dim=-1)
         return _level_side(queries, heights, block)
-    past, future = (slope.double() for slope in problem.linear.both_slopes(torch.float64))  # [B or 1, H]
     position = problem.positions()[:, None].double()  # [B or 1, 1, Tq]
+    if isinstance(problem.bias, KerpleBias):
+        return _envelope_side(problem, problem.bias, blocks * block - 1 - position if ahead else position, block)
+    past, future = (slope.double() for slope in problem.linear.both_slopes(torch.float64))  # [B or 1, H]
     if ahead:
         return _slope_side(future, blocks * block - 1 - position - problem.linear.offset, blocks, block)
     return _slope_side(past, position, blocks, block)
@@ -297,7 +326,11 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
         # Where no lower bound is known, a query visits all that is in its sight. So does one whose x is not
         # finite, because then `near` is not either.
         unknown = ~torch.isfinite(near)
-        stuck = unknown & (run_end > run_first)
+        back_heads, ahead_heads = (
+            torch.tensor(looks, device=problem.q.device)[:, None] for looks in (looks_back, looks_ahead)
+        )
+        sees = (back_heads & (position >= run_first)) | (ahead_heads & (position < run_end))
+        stuck = unknown & (run_end > run_first) & sees
         near = near.masked_fill(unknown, math.inf)
         shape = (*problem.q.shape[:2], -(-problem.q.shape[2] // block))
         first = torch.zeros(shape, dtype=torch.int64, device=problem.q.device)
@@ -307,9 +340,9 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
             threshold = budget + back.queries + near
             tail = _Tail(norms, back, block, by_block is not None)
             first = _skippable(tail, block, query_norm, edges, threshold)
-            needed = (run_first // block).expand_as(stuck).masked_fill(~(stuck & (position >= run_first)), FAR)
+            needed = (run_first // block).expand_as(stuck).masked_fill(~stuck, FAR)
             first = torch.minimum(first, _by_block(needed, block, fill=FAR).amin(-1))
-            first = first.masked_fill(~torch.tensor(looks_back, device=first.device)[:, None], 0)
+            first = first.masked_fill(~back_heads, 0)
         if any(looks_ahead):
             keys = problem.k.shape[2]
             blocks = -(-keys // block)
@@ -319,9 +352,9 @@ def _certified_sides(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
             threshold = budget + ahead.queries + near
             tail = _Tail(mirrored, ahead, block, False)
             skipped = _skippable(tail, block, query_norm, edges, threshold)
-            skipped = skipped.masked_fill(~torch.tensor(looks_ahead, device=last.device)[:, None], 0)
+            skipped = skipped.masked_fill(~ahead_heads, 0)
             last = blocks - skipped
-            needed = (-(-run_end // block)).expand_as(stuck).masked_fill(~(stuck & (position < run_end)), 0)
+            needed = (-(-run_end // block)).expand_as(stuck).masked_fill(~stuck, 0)
             last = torch.maximum(last, _by_block(needed, block, fill=0).amax(-1))
     return first, last
 

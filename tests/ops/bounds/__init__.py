@@ -40,6 +40,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         windows.padding_and_packing,
         windows.not_finite,
         windows.decay,
+        windows.powers,
         decoding.decoding,
         decoding.decoding_at_every_length,
         decoding.decoding_heads,

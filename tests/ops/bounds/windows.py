@@ -104,6 +104,9 @@ def nearest_keys() -> None:
         last, q=last.q.expand(2, -1, -1, -1), k=last.k.expand(2, -1, -1, -1), query_start=torch.tensor([399, 380])
     )
     assert_tight(by_row, [1], FINE, at_least=0.9)
+    # Slopes so steep that float64 cannot hold a score beside them: the own key stays.
+    for slope in (2.0**50, 2.0**63):
+        assert_certified(few(keys=400, slope=slope), blocks=[1, 16, 128], tolerances=[1e-3])
 
 
 def nearest_keys_ahead() -> None:
@@ -246,6 +249,13 @@ def not_finite() -> None:
                         missed = each.seen & ~replace(each, key_norms=blocks_of(norms, kind)).kept(block)
                         assert not bool(missed[row, head, :, at].any()), f"a norm of {value} is skipped"
 
+    # Norms that overflow, seen from beyond the keys by queries to which no lower bound is known.
+    case = layout("symmetric", tolerance=1e-2)
+    loud = replace(case, q=1e-20 * case.q, k=1e20 * case.k)
+    for start in (case.k.shape[2] + 5, -case.q.shape[2] - 5):
+        beyond = replace(loud, query_start=start)
+        assert not bool((beyond.seen & ~beyond.kept(16)).any()), "keys of unknown norms are skipped from beyond them"
+
 
 def as_gates(case: Case) -> Case:
     """The same bias from gates, as long as the keys."""
@@ -264,3 +274,28 @@ def decay() -> None:
         assert_tight(given, blocks=[128], tolerances=geometric(5e-4, 8e-3, 40), at_least=0.85)
     found = count(itertools.islice(cases(7, lengths=(129, 300), kinds="decay"), 40), blocks=(1, 64))
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
+
+
+def as_powers(case: Case, exponent: float = 1.0, at: float = 0.0) -> Case:
+    """The same bias as a power of the distance; for another exponent one that costs as much at a distance."""
+    assert case.slopes is not None
+    strengths = case.slopes if not at else case.slopes * at ** (1.0 - exponent)
+    return replace(
+        case, slopes=None, strengths=strengths, exponents=torch.full_like(strengths, exponent), logarithmic=False
+    )
+
+
+def powers() -> None:
+    """With exponents of 1 as close to the tolerance as slopes; with others the line is close somewhere, and never
+    above a cost: the chord at the furthest key, the tangent where the cost is ln(1/tolerance)."""
+    assert_tight(as_powers(by_means(32, 0.02)), blocks=[1], tolerances=[4e-3, 1e-2], at_least=0.94)
+    assert_tight(as_powers(by_means(256, 0.01)), blocks=[1], tolerances=[1e-3, 1e-2], at_least=0.75)
+    three = as_powers(few(queries=3))
+    assert_tight(replace(three, q=three.q[:, :, -1:].expand_as(three.q)), [1], FINE, at_least=0.9)
+    for exponent in (0.5, 0.9, 1.1, 2.0):
+        case = as_powers(few(queries=2, keys=1300, slope=0.05), exponent, at=100.0)
+        ahead = mirrored(replace(case, causal=False, query_start=1298))
+        assert_certified(case, ahead, blocks=[1], tolerances=geometric(1e-8, 0.3, 30))
+    found = count(itertools.islice(cases(7, lengths=(129, 300), kinds="power"), 40), blocks=(1, 64))
+    assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
+    assert found.worst >= 0.5, f"{found}: too loose to tell anything"

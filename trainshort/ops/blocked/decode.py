@@ -16,8 +16,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE
+from trainshort.ops.bias import LARGEST_SLOPE, LinearBias
 from trainshort.ops.blocked import piece_kernels
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.norms import UNDERFLOW
 from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.threads import one_thread
@@ -42,8 +43,8 @@ def why_not(problem: Problem) -> str | None:
         return "it needs key_norms"
     if problem.dropout:
         return "it takes no dropout"
-    if problem.bias is None or not problem.bias.certifiable:
-        return "it needs a bias that keys can be skipped under, such as ALiBi"
+    if not isinstance(problem.bias, (LinearBias, DecayBias)):
+        return "it needs a LinearBias or a DecayBias"
     if q.dtype not in (torch.float32, torch.float64):
         return f"it takes float32 and float64, got {q.dtype}"
     at_the_end = start is None or (not isinstance(start, Tensor) and start == k.shape[2] - 1)
