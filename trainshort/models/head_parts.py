@@ -1,4 +1,4 @@
-"""Parts of attention that act on each head for itself: the norm of a head, and the shift of keys and values."""
+"""Parts of attention that act on heads: norms of each or of all together, and the shift of keys and values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, heads, T, width]."""
         return (F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight[:, None]).to(x.dtype)
+
+
+class WideNorm(nn.LayerNorm):
+    """LayerNorm over the channels of all heads together."""
+
+    def __init__(self, heads: int, width: int, eps: float) -> None:
+        super().__init__(heads * width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, heads, T, width]."""
+        normed = super().forward(x.transpose(1, 2).flatten(2))
+        return normed.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
 
 
 class KeyValueShift(nn.Module):
