@@ -39,7 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled": {"attention_scale": 0.1},
     "qk_norm": {"qk_norm": True, "num_kv_heads": 2},
     # Turned, because what is added to all keys alike does not matter.
-    "wide_qk_norm": {"wide_qk_norm": True, "num_kv_heads": 2, "position_options": {"rotary": True}},
+    "wide_qk_norm": {
+        "wide_qk_norm": True,
+        "num_kv_heads": 2,
+        "position_options": {"rotary": True, "rotary_base": 100.0},
+    },
     "second_residual": {"norm_place": "post", "second_residual": True},
     "kv_shift": {"kv_shift": True, "num_kv_heads": 2},
     "output_norm": {"output_norm": True, "head_dim": 12},

@@ -73,6 +73,6 @@ def _slopes(attention: Fields, heads: int) -> dict[str, Any]:
     most = attention.number("alibi_bias_max", PAPER_MAX)
     if most is None or not 0 < most <= 64:
         raise attention.error("alibi_bias_max", "must lie in (0, 64]")
-    return (
-        {} if most == PAPER_MAX else {"slopes": (alibi_slopes(heads, "cpu").double() ** (most / PAPER_MAX)).tolist()}
-    )
+    if most == PAPER_MAX:
+        return {}
+    return {"slopes": (alibi_slopes(heads, "cpu").double() ** (most / PAPER_MAX)).tolist()}
