@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from trainshort.models.config import ModelConfig
 
 PREFIX = "model."
 SECOND_VOCABULARY = 125696
-ROWS = 4096  # of the head that are normalised at once
+ROWS = 1024  # of the head that are normalised at once
 
 MODULES: dict[str, str | Source] = {
     "trunk.embedding": "embed_tokens",
@@ -66,6 +65,5 @@ def layout(fields: Fields, names: Collection[str]) -> Layout:
 
 
 def _normalised(weight: Tensor) -> Iterable[Tensor]:
-    """Rows of length 1, some at a time: the whole head in float32 would be a second large tensor."""
-    for rows in weight.split(ROWS):
-        yield F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
+    """Rows of length 1, some at a time: the whole head in float64 would be a second large tensor."""
+    return (F.normalize(rows.double(), dim=-1) for rows in weight.split(ROWS))
