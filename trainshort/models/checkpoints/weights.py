@@ -49,9 +49,14 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name in sorted(tensors):
         _add(hashed, name, tensors[name])
     safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt", CHECKSUM: hashed.hexdigest()})
+    give_usual_mode(path)
+
+
+def give_usual_mode(path: Path) -> None:
+    """As other files have it: safetensors writes for the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
-    path.chmod(0o666 & ~umask)  # as other files are: safetensors writes for the owner alone
+    path.chmod(0o666 & ~umask)
 
 
 def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, path: Path, where: str) -> None:
