@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trainshort as ts
+from tests.hostile_json import EVERY, survives
 from tests.models.public.folders import (
     BAICHUAN,
     DNABERT,
@@ -191,6 +192,35 @@ def test_sizes_beyond_the_file(tmp_path: Path, config: dict[str, Any], field: st
     tensors = {id(BAICHUAN): baichuan_tensors, id(DNABERT): mosaic_tensors, id(JINA): jina_tensors}[id(config)]()
     part = "too few for the 1,000,000 layers" if field == "num_hidden_layers" else "the config wants [16777216, 48]"
     assert_refused(write_folder(tmp_path, config | {field: value}, tensors), "model.safetensors", part)
+
+
+HOSTILE = {
+    "baichuan": (BAICHUAN, baichuan_tensors),
+    "mosaic_bert": (MOSAIC, mosaic_tensors),
+    "jina_code": (JINA, lambda: jina_tensors(code=True)),
+}
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_configs(tmp_path: Path, name: str, every: int) -> None:
+    config, make = HOSTILE[name]
+    folder = write_folder(tmp_path, config, make())
+    survives(folder / "config.json", lambda: ts.load(folder), home=folder, every=every)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("config", [BLOOM, MPT | {"attn_config": {"alibi": True, "clip_qkv": 6}}, FALCON], ids=str)
+def test_hostile_configs_of_native_families(tmp_path: Path, config: dict[str, Any], every: int) -> None:
+    """With the weights of another model: what is refused, and how, is all that there is to see."""
+    folder = write_folder(tmp_path, config, baichuan_tensors())
+    survives(folder / "config.json", lambda: ts.load(folder), home=folder, every=every)
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_a_hostile_index(tmp_path: Path, every: int) -> None:
+    folder = write_folder(tmp_path, BAICHUAN, baichuan_tensors(), files=2)
+    survives(folder / INDEX, lambda: ts.load(folder), home=folder, every=every)
 
 
 def test_a_rotary_model_is_told_by_its_tensors(tmp_path: Path) -> None:
