@@ -24,6 +24,7 @@ from tests.models.public.folders import (
     mosaic_tensors,
     write_folder,
 )
+from tests.models.saved import tiny_tokenizer
 from tests.models.small import in_pieces, left_padded, random_tokens
 
 SECOND = BAICHUAN | {"z_loss_weight": 0}  # Baichuan2
@@ -43,7 +44,7 @@ ENCODERS: dict[str, tuple[dict[str, Any], Tensors, Forward]] = {
     "dnabert_2": (DNABERT, mosaic_tensors(), forwards.mosaic),
     "lodestone": (MOSAIC, mosaic_tensors("", head=False), without_bert(forwards.mosaic)),
     "jina": (JINA, jina_tensors(), forwards.jina),
-    "jina_reranker": (JINA, jina_tensors("bert."), with_bert(forwards.jina)),
+    "jina_with_prefix": (JINA, jina_tensors("bert."), with_bert(forwards.jina)),
     "jina_code": (JINA, jina_tensors(code=True), forwards.jina_code),
 }
 
@@ -163,6 +164,32 @@ def test_a_gate_of_relu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     expected = forward(tensors, tokens[0], torch.zeros(20, dtype=torch.int64))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[0], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_links_to_files_elsewhere(tmp_path: Path) -> None:
+    """As the cache of huggingface_hub has them."""
+    real = write_folder(tmp_path / "blobs", BAICHUAN, baichuan_tensors(), files=2)
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for path in real.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert torch.equal(ts.load(linked).head.weight, ts.load(real).head.weight)
+
+
+def test_the_tokenizer_comes_with_the_model(tmp_path: Path) -> None:
+    write_folder(tmp_path, BAICHUAN, baichuan_tensors())
+    tokenizer = tiny_tokenizer()
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    assert ts.load(tmp_path).tokenizer.to_str() == tokenizer.to_str()
+
+
+def test_generation_with_a_bounded_cache(tmp_path: Path) -> None:
+    """A loaded model is one of ours: the same text, in memory that does not grow."""
+    model = ts.load(write_folder(tmp_path, BAICHUAN, baichuan_tensors()))
+    assert isinstance(model, ts.LanguageModel)
+    tokens = random_tokens(1, 40)
+    plain = model.generate(tokens, max_new_tokens=30, temperature=0.0)
+    assert torch.equal(model.generate(tokens, max_new_tokens=30, temperature=0.0, bounded=True), plain)
 
 
 def test_half_precision_files_load_as_they_are(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Falcon with ALiBi (the RW models): one, some or all key heads, one block after the other or side by side.
 
 Falcon divides scores and bias by the square root of a head's width, so that its slopes are the paper's over that. Its
-code rounds the paper's slopes to bfloat16, in training too, and so they are rounded here. It rounds the whole bias as
-well, by up to 4 in 4096 tokens; that loses digits, was never meant, and is not repeated. The paper's own slopes:
+published code rounds the paper's slopes to bfloat16, and so they are rounded here. It rounds the whole bias as well,
+which is wrong by more the longer the text is, and not repeated. The paper's own slopes:
 load(..., position_options={"slopes": None}).
 """
 

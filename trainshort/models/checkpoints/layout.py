@@ -103,9 +103,9 @@ def load_layout(
     targets = stored_tensors(model)
     sources = {name: _source(layout.modules, name) for name in targets}
     _compare(layout, weights, sources, targets)
+    _check_copies(layout, weights)
     with torch.no_grad():
         filled = {name: _filled(sources[name], targets[name], weights, dtype, device) for name in targets}
-    _check_copies(layout, weights)
     model.load_state_dict(filled, strict=False, assign=True)  # tied tensors have one name here, and two there
     return model
 

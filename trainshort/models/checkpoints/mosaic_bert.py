@@ -50,9 +50,10 @@ def encoder_layout(
 ) -> Layout:
     """What all encoders of these families share. activation: of the gate; options: of ModelConfig."""
     has_head = "cls.predictions.transform.dense.weight" in names
+    if has_head:
+        fields.only("tie_word_embeddings", True)
     if has_head and fields.activation("hidden_act", "gelu") != activation:
         raise fields.error("hidden_act", f"must be {activation}, as the gate is, with a masked-token head")
-    fields.only("tie_word_embeddings", True)
     config = ModelConfig(
         vocab_size=fields.size("vocab_size"),
         d_model=fields.size("hidden_size"),
