@@ -194,6 +194,14 @@ def head_normed(config: ts.ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight[:, None]
 
 
+def wide_normed(config: ts.ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """x: [B, heads, T, D]; a LayerNorm over heads and channels."""
+    x = x - x.mean((1, 3), keepdim=True)
+    x = x / (x.square().mean((1, 3), keepdim=True) + config.norm_eps).sqrt()
+    weight, bias = (weights[f"{name}.{each}"].view(x.shape[1], 1, x.shape[3]) for each in ("weight", "bias"))
+    return x * weight + bias
+
+
 def self_attention(
     config: ts.ModelConfig, weights: Weights, name: str, x: Tensor, positions: Tensor, bias: Tensor
 ) -> Tensor:
@@ -212,6 +220,8 @@ def self_attention(
     if config.qk_norm:
         q = head_normed(config, weights[f"{name}.query_norm.weight"], q)
         k = head_normed(config, weights[f"{name}.key_norm.weight"], k)
+    if config.wide_qk_norm:
+        q, k = (wide_normed(config, weights, f"{name}.{each}_norm", x) for each, x in (("query", q), ("key", k)))
     q, k = (turned(config, part, positions) for part in (q, k))
     if f"{name}.gates.logits.weight" in weights:
         bias = bias + forgotten(config, weights, name, normed_input)
@@ -250,7 +260,8 @@ def hidden_states(
         at = f"trunk.blocks.{layer}"
         if config.norm_place == "post":
             attended = self_attention(config, weights, f"{at}.attention", x, positions, bias)
-            x = normed(config, weights, f"{at}.attention_norm", x + attended)
+            inner = normed(config, weights, f"{at}.attention_norm", x + attended)
+            x = normed(config, weights, f"{at}.second_norm", inner + x) if config.second_residual else inner
             x = normed(config, weights, f"{at}.ffn_norm", x + feed_forward(config, weights, f"{at}.ffn", x))
             continue
         first = normed(config, weights, f"{at}.attention_norm", x)

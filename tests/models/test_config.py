@@ -30,6 +30,7 @@ RICH: dict[str, Any] = {
     "norm": "rmsnorm",
     "norm_eps": 1e-6,
     "norm_place": "pre",
+    "second_residual": False,
     "parallel_residual": True,
     "parallel_norms": True,
     "embedding_norm": True,
@@ -44,11 +45,13 @@ RICH: dict[str, Any] = {
     "clip_qkv": 6.0,
     "attention_scale": 0.125,
     "qk_norm": True,
+    "wide_qk_norm": False,
     "kv_shift": True,
     "output_norm": True,
     "output_gate": True,
     "tie_embeddings": False,
     "token_types": 2,
+    "masked_head": False,
     "dropout": 0.1,
     "attention_dropout": 0.2,
 }
@@ -114,12 +117,17 @@ def test_rich_really_changes_every_field() -> None:
     default = ts.ModelConfig(head_dim=None).to_dict()
     assert set(RICH) == set(default)
     same = {name for name, value in RICH.items() if value == default[name]}
-    assert same == {"position", "causal", "norm_place"}
+    assert same == {"position", "causal", "norm_place", "second_residual", "wide_qk_norm"}
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, RICH, {"causal": False, "norm_place": "post"}, *({"position": p, "max_length": 9} for p in EVERY_POSITION)],
+    [
+        {},
+        RICH,
+        {"causal": False, "norm_place": "post", "second_residual": True, "wide_qk_norm": True},
+        *({"position": p, "max_length": 9} for p in EVERY_POSITION),
+    ],
 )
 def test_json_round_trip(fields: dict[str, Any]) -> None:
     config = ts.ModelConfig(**fields)
@@ -235,6 +243,8 @@ def test_sizes_are_positive_ints(name: str, value: object) -> None:
         ({"clip_qkv": math.nan}, r"clip_qkv must be positive or None, got nan"),
         ({"norm_place": "post", "parallel_residual": True}, r"parallel_residual needs norm_place 'pre'"),
         ({"parallel_norms": True}, r"parallel_norms needs parallel_residual"),
+        ({"second_residual": True}, r"second_residual needs norm_place 'post'"),
+        ({"qk_norm": True, "wide_qk_norm": True}, r"qk_norm and wide_qk_norm"),
         ({"position": "alibbi"}, r"got 'alibbi'; did you mean 'alibi'\?"),
         ({"position_options": {"trainabel": True}}, r"position 'alibi' has no option 'trainabel'"),
         ({"position_options": {"slopes": [0.5]}}, r"each of 8 heads, got 1"),

@@ -13,6 +13,7 @@ from tests.models.small import FOX_PRO, in_pieces, language_model, left_padded, 
 
 PARTS: list[dict[str, Any]] = [
     {"qk_norm": True},
+    {"wide_qk_norm": True},
     {"kv_shift": True},
     {"output_norm": True, "output_gate": True},
     FOX_PRO,

@@ -38,6 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_wide": {"num_kv_heads": 2, "head_dim": 12, "qkv_bias": True},
     "scaled": {"attention_scale": 0.1},
     "qk_norm": {"qk_norm": True, "num_kv_heads": 2},
+    # Turned, because what is added to all keys alike does not matter.
+    "wide_qk_norm": {
+        "wide_qk_norm": True,
+        "num_kv_heads": 2,
+        "position_options": {"rotary": True, "rotary_base": 100.0},
+    },
+    "second_residual": {"norm_place": "post", "second_residual": True},
     "kv_shift": {"kv_shift": True, "num_kv_heads": 2},
     "output_norm": {"output_norm": True, "head_dim": 12},
     "output_gate": {"output_gate": True, "head_dim": 12},

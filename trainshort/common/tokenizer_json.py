@@ -21,6 +21,11 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def read_tokenizer_text(path: Path) -> str:
+    if not path.exists() and path.with_name("tokenizer.model").exists():
+        raise FileNotFoundError(
+            f"{path}: no such file; the folder has a SentencePiece tokenizer.model only, which is not read: make a "
+            "tokenizer.json of it, with save_pretrained of a fast tokenizer of transformers"
+        )
     return read_text(path, "a tokenizer is a tokenizer.json or a folder with one", largest=LARGEST)
 
 

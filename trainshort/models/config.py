@@ -26,14 +26,17 @@ class ModelConfig(Settings):
     position: a name from trainshort.positions; position_options: its options, such as {"trainable": True}.
     max_length: needed by learned positions only; other methods have no limit.
     norm_place: "pre" (before attention and feed-forward) or "post" (after their residual sums).
+    second_residual: with "post", a block's input is added once more after attention, and normed again.
     parallel_residual: attention and feed-forward side by side; parallel_norms: each with a norm of its own.
     gated: the feed-forward layer is activation(a) * b, with a and b of width d_ff.
     clip_qkv: clamp queries, keys and values to this size.
-    qk_norm: an RMSNorm of each head's queries and keys, before positions act on them.
+    qk_norm: an RMSNorm of each head's queries and keys, before positions act on them; wide_qk_norm: a LayerNorm over
+    all heads together instead.
     kv_shift: keys and values are mixed with those of the token before, by a learned share.
     output_norm, output_gate: of attention, before its last linear layer: an RMSNorm of each head, and a gate
     sigmoid(W x) from the layer's normed input x.
     token_types: BERT-like segment embeddings, if above 0.
+    masked_head: encoders have a head that predicts masked tokens.
     dropout: of the embeddings and of what attention and feed-forward add; attention_dropout: of attention's weights.
         Both in training only.
     """
@@ -52,6 +55,7 @@ class ModelConfig(Settings):
     norm: str = "layernorm"
     norm_eps: float = 1e-5
     norm_place: str = "pre"
+    second_residual: bool = False
     parallel_residual: bool = False
     parallel_norms: bool = False
     embedding_norm: bool = False
@@ -66,11 +70,13 @@ class ModelConfig(Settings):
     clip_qkv: float | None = None
     attention_scale: float | None = None
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     kv_shift: bool = False
     output_norm: bool = False
     output_gate: bool = False
     tie_embeddings: bool = True
     token_types: int = 0
+    masked_head: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
@@ -125,6 +131,10 @@ class ModelConfig(Settings):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.norm_place == "post" and self.parallel_residual:
             raise ValueError("parallel_residual needs norm_place 'pre'")
+        if self.second_residual and self.norm_place == "pre":
+            raise ValueError("second_residual needs norm_place 'post'")
+        if self.qk_norm and self.wide_qk_norm:
+            raise ValueError("qk_norm and wide_qk_norm are two norms of the same queries and keys: choose one")
         if self.parallel_norms and not self.parallel_residual:
             raise ValueError("parallel_norms needs parallel_residual")
 

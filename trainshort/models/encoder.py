@@ -22,11 +22,12 @@ class Encoder(Model):
         self.config = config
         self.position = build_position(config.position, config.position_shape, config.position_options)
         self.trunk = Trunk(config, self.position)
-        self.head_dense = nn.Linear(config.d_model, config.d_model)
-        self.head_norm = make_norm(config)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        if config.masked_head:
+            self.head_dense = nn.Linear(config.d_model, config.d_model)
+            self.head_norm = make_norm(config)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         initialize(self, config)
-        if config.tie_embeddings:
+        if config.masked_head and config.tie_embeddings:
             self.tie()
 
     def forward(
@@ -42,6 +43,7 @@ class Encoder(Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The masked-token head: hidden states [..., d_model] -> [..., V]."""
+        self._require_head()
         return self.head(self._before_head(hidden))
 
     def _before_head(self, hidden: Tensor) -> Tensor:
@@ -61,6 +63,7 @@ class Encoder(Model):
         require_tokens("targets", targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens {list(tokens.shape)}, got {list(targets.shape)}")
+        self._require_head()
         hidden = self(tokens, key_padding_mask, token_types=token_types)
         chosen = targets != -100
         return self.head_loss(self._before_head(hidden[chosen]), targets[chosen])
@@ -72,8 +75,15 @@ class Encoder(Model):
         hidden = self(tokens, key_padding_mask, token_types=token_types)
         if key_padding_mask is None:
             return hidden.mean(1)
-        weight = key_padding_mask[..., None].to(hidden.dtype)
-        return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
+        weight = key_padding_mask[..., None].to(torch.promote_types(hidden.dtype, torch.float32))
+        return ((hidden * weight).sum(1) / weight.sum(1).clamp_min(1)).to(hidden.dtype)
+
+    def _require_head(self) -> None:
+        if not self.config.masked_head:
+            raise ValueError(
+                "this encoder has no masked-token head (masked_head=False): it gives hidden states, and pool() gives "
+                "one vector a text"
+            )
 
     def _check_token_types(self, token_types: Tensor, tokens: Tensor) -> None:
         if token_types.shape != tokens.shape:

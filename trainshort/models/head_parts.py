@@ -1,4 +1,4 @@
-"""Parts of attention that act on each head for itself: the norm of a head, and the shift of keys and values."""
+"""Parts of attention that act on heads: norms of each or of all together, and the shift of keys and values."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ class HeadNorm(nn.Module):
         """The norm [heads] that no head's channels exceed after this, with a sixteenth for rounding in 16 bits."""
         weight = self.weight.detach().double()
         return weight.abs().amax(-1) * (weight.shape[-1] ** 0.5 * (1.0 + 2.0**-4))
+
+
+class WideNorm(nn.LayerNorm):
+    """LayerNorm over the channels of all heads together."""
+
+    def __init__(self, heads: int, width: int, eps: float) -> None:
+        super().__init__(heads * width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, heads, T, width]."""
+        normed = super().forward(x.transpose(1, 2).flatten(2))
+        return normed.unflatten(-1, (x.shape[1], x.shape[3])).transpose(1, 2)
 
 
 class KeyValueShift(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
-from trainshort.models.head_parts import HeadNorm, KeyValueShift
+from trainshort.models.head_parts import HeadNorm, KeyValueShift, WideNorm
 from trainshort.models.linear import ACTIVATIONS, project
 from trainshort.ops import attention
 from trainshort.ops.bias import Bias
@@ -51,8 +51,10 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(heads * width, config.d_model, bias=config.attention_out_bias)
         self.gates = gates
         self.shift = KeyValueShift(config.d_model, kv_heads) if config.kv_shift else None
-        self.query_norm = HeadNorm(heads, width, config.norm_eps) if config.qk_norm else None
-        self.key_norm = HeadNorm(kv_heads, width, config.norm_eps) if config.qk_norm else None
+        norm = WideNorm if config.wide_qk_norm else HeadNorm
+        has_norm = config.qk_norm or config.wide_qk_norm
+        self.query_norm = norm(heads, width, config.norm_eps) if has_norm else None
+        self.key_norm = norm(kv_heads, width, config.norm_eps) if has_norm else None
         self.output_norm = HeadNorm(heads, width, config.norm_eps) if config.output_norm else None
         self.output_gate = nn.Linear(config.d_model, heads * width, bias=False) if config.output_gate else None
 
@@ -194,6 +196,7 @@ class Block(nn.Module):
         self.post, self.parallel = config.norm_place == "post", config.parallel_residual
         self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config, layer, gates)
+        self.second_norm = make_norm(config) if config.second_residual else None
         self.ffn_norm = make_norm(config) if not config.parallel_residual or config.parallel_norms else None
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -201,7 +204,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.post:
             assert self.ffn_norm is not None
-            x = self.attention_norm(x + self.dropout(self.attention(x, context)))
+            attended = self.attention_norm(x + self.dropout(self.attention(x, context)))
+            x = attended if self.second_norm is None else self.second_norm(attended + x)
             return self.ffn_norm(x + self.dropout(self.ffn(x)))
         if self.parallel:
             normed = self.attention_norm(x)

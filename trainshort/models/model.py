@@ -58,9 +58,13 @@ class Model(nn.Module):
         )
         return losses.view(targets.shape) if reduction == "none" else losses
 
+    def _head_weight(self) -> object:
+        """None where a quantized layer stands for the head, or there is no head."""
+        return getattr(getattr(self, "head", None), "weight", None)
+
     def _apply(self, function: Callable[..., Any], recurse: bool = True) -> Self:
         # Asked of the tensors, not of the config: who has quantized the head has taken it off the embedding.
-        tied = getattr(self.head, "weight", None) is self.trunk.embedding.weight
+        tied = self._head_weight() is self.trunk.embedding.weight
         super()._apply(function, recurse)
         if tied:
             self.tie()
@@ -80,7 +84,7 @@ def materialize_tables(model: nn.Module, _: object = None) -> None:
 def _after_loading(model: nn.Module, _: object) -> None:
     assert isinstance(model, Model)
     materialize_tables(model)
-    head = getattr(model.head, "weight", None)  # none where a quantized layer stands for the head
+    head = model._head_weight()
     if model.config.tie_embeddings and _came_from_one(head, model.trunk.embedding.weight):
         model.tie()
 

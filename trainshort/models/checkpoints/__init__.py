@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from trainshort.common.messages import shown
 from trainshort.common.reading import read_json
 from trainshort.common.tokenizer_json import read_tokenizer
-from trainshort.models.checkpoints import native
+from trainshort.models.checkpoints import native, public
 from trainshort.models.checkpoints.native import save as save
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
@@ -26,6 +25,8 @@ def load(
 ) -> LanguageModel | Encoder:
     """A model from its folder, in evaluation mode, with `.tokenizer` if the folder has a tokenizer.json.
 
+    The folder is one that `save` wrote, or a public ALiBi model (see public.py). dtype: None keeps that of the file.
+
     position_options: some that are to be other than saved, such as {"scaling": "linear", "factor": 4.0}.
     """
     folder = Path(folder)
@@ -33,10 +34,9 @@ def load(
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; load takes the folder that holds config.json")
     config = read_json(path, "load takes the folder that holds config.json")
-    if not native.is_native(config):
-        kind = shown(config.get("model_type"))
-        raise ValueError(f"{path}: not a format this trainshort reads (model_type {kind})")
-    model = native.load(folder, config, dtype, device, position_options or {})
-    tokenizer = folder / "tokenizer.json"
-    model.tokenizer = read_tokenizer(tokenizer) if tokenizer.exists() else None
+    file = folder / "tokenizer.json"
+    tokenizer = read_tokenizer(file) if file.exists() else None
+    reader = native if native.is_native(config) else public
+    model = reader.load(folder, config, dtype, device, position_options or {})
+    model.tokenizer = tokenizer
     return model.eval()

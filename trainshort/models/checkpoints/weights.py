@@ -49,9 +49,14 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name in sorted(tensors):
         _add(hashed, name, tensors[name])
     safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt", CHECKSUM: hashed.hexdigest()})
+    give_usual_mode(path)
+
+
+def give_usual_mode(path: Path) -> None:
+    """As other files have it: safetensors writes for the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
-    path.chmod(0o666 & ~umask)  # as other files are: safetensors writes for the owner alone
+    path.chmod(0o666 & ~umask)
 
 
 def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, path: Path, where: str) -> None:
@@ -60,7 +65,7 @@ def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, p
     The model that they are compared with is built on the meta device: neither it nor the tensors take memory.
     where: names the config in errors.
     """
-    header = _header(path)
+    header = header_of(path)
     if config.num_layers > len(header):
         raise ValueError(
             f"{path}: has {len(header):,} tensors, too few for the {config.num_layers:,} layers of the config"
@@ -75,7 +80,7 @@ def check_fits(build: Callable[[ModelConfig], nn.Module], config: ModelConfig, p
 
 def take_dtypes(model: nn.Module, path: Path) -> None:
     """Give each tensor of the model the dtype that it has in a file that fits, so that nothing is rounded."""
-    header = _header(path)
+    header = header_of(path)
     for name, tensor in stored_tensors(model).items():
         tensor.data = tensor.data.to(DTYPES[header[name][0]])
 
@@ -83,9 +88,9 @@ def take_dtypes(model: nn.Module, path: Path) -> None:
 def fill(model: nn.Module, path: Path) -> None:
     """Copy every tensor of a safetensors file into the model: all of them, each of the right shape."""
     wanted = stored_tensors(model)
-    _compare(_header(path), wanted, path)
+    _compare(header_of(path), wanted, path)
     hashed = hashlib.sha256()
-    with _Opened(path) as file, torch.no_grad():
+    with Opened(path) as file, torch.no_grad():
         for name in sorted(wanted):
             tensor = file.get_tensor(name)
             _add(hashed, name, tensor)
@@ -98,9 +103,9 @@ def fill(model: nn.Module, path: Path) -> None:
         )
 
 
-def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
+def header_of(path: Path) -> dict[str, tuple[str, list[int]]]:
     """The dtype and shape of each tensor in a file."""
-    with _Opened(path) as file:
+    with Opened(path) as file:
         slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
         return {name: (str(each.get_dtype()), list(each.get_shape())) for name, each in slices}
 
@@ -123,7 +128,7 @@ def _refuse(path: Path, names: Iterable[str], problem: str) -> None:
         raise ValueError(f"{path}: tensor {shown(names[0])} {problem} ({len(names)} in all)")
 
 
-class _Opened:
+class Opened:
     """A safetensors file; what its library complains about becomes an error that names the file."""
 
     def __init__(self, path: Path) -> None:

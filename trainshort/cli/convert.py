@@ -1,0 +1,40 @@
+"""Pickled weights to safetensors, so that the model can be loaded.
+
+Old public models come as pytorch_model.bin, a pickle, which can run code when it is read. This command reads it in a
+process of its own that allows tensors and nothing else, and writes a new folder with the same tensors under the same
+names. Code that came with the model is not copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+EXAMPLES = """
+  trainshort convert DNABERT-2-117M --out dnabert-2
+  trainshort convert falcon-rw-1b --out falcon && trainshort generate falcon --prompt "Once"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What to convert, and where to."""
+
+    folder: str = field(
+        metadata={"help": "with config.json and pytorch_model.bin, or several and their index", "positional": True}
+    )
+    out: str = field(metadata={"help": "the folder to write, which must not be there yet"})
+
+
+def run(flags: Flags) -> None:
+    from trainshort.cli.shown import waiting
+    from trainshort.models.checkpoints.convert import convert
+
+    with waiting("converting"):
+        done = convert(flags.folder, flags.out)
+    for file in done.files:
+        shared = f", {file.copied} of them stored a second time" if file.copied else ""
+        print(f"{file.source} -> {file.target}: {len(file.names):,} tensors, {file.bytes / 1e6:,.1f} MB{shared}")
+    print(f"copied: {', '.join(done.kept) or 'nothing'}")
+    if done.left_out:
+        print(f"left out: {', '.join(done.left_out)}")
+    print(f"{flags.out} holds the model")
