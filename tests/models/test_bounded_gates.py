@@ -113,6 +113,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -199,6 +200,7 @@ def held_keys(gate: float, length: int, **options: Any) -> tuple[list[int], Boun
     return held, cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [0.5, 0.8, 0.9, 0.98])
 def test_memory_does_not_grow(gate: float) -> None:
     held, cache = held_keys(gate, 8_000)

@@ -21,7 +21,8 @@ from trainshort.models.config import ModelConfig
 from trainshort.models.ring_sizes import RingSizes
 from trainshort.ops import ring_step
 from trainshort.ops.bias import Bias
-from trainshort.ops.decay import DecayBias, running_sums
+from trainshort.ops.decay import DecayBias
+from trainshort.ops.gate_sums import running_sums
 from trainshort.ops.ring_step import Levels
 from trainshort.ops.rings import Span
 

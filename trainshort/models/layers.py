@@ -319,8 +319,8 @@ class Trunk(nn.Module):
     def norm_bounds(self) -> tuple[Tensor, Tensor]:
         """With qk_norm: what no norm of a query [layers, heads] or of a key [layers, key heads] exceeds."""
         modules = [module for module in self.modules() if isinstance(module, SelfAttention)]
-        queries = [module.query_norm.largest() for module in modules if module.query_norm is not None]
-        keys = [module.key_norm.largest() for module in modules if module.key_norm is not None]
+        queries = [module.query_norm.largest() for module in modules if isinstance(module.query_norm, HeadNorm)]
+        keys = [module.key_norm.largest() for module in modules if isinstance(module.key_norm, HeadNorm)]
         return torch.stack(queries), torch.stack(keys)
 
     def _hidden(self, tokens: Tensor, token_types: Tensor | None, context: Context) -> Tensor:
