@@ -127,7 +127,9 @@ def decisions_by_name(source: str) -> list[str]:
 
 def test_no_model_asks_which_method_it_has() -> None:
     folder = Path(trainshort.__file__).parent / "models"
-    files = sorted(folder.rglob("*.py"))
+    # Readers of public checkpoints ask what others' configs say, where a value may be called alibi.
+    public = set((folder / "checkpoints").glob("*.py")) - {folder / "checkpoints" / "native.py"}
+    files = sorted(set(folder.rglob("*.py")) - public)
     assert len(files) > 5
     wrong = {str(path.relative_to(folder)): decisions_by_name(path.read_text()) for path in files}
     assert not {name: lines for name, lines in wrong.items() if lines}
