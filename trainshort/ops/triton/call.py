@@ -80,10 +80,9 @@ def describe(problem: Problem) -> Call:
         "LINE": bias.line,
         "BUCKETS": bias.buckets,
         "LEVELS": bias.levels,
-        # Where one is not there, a pointer that is not read: None is nothing that functions of Triton 3.6 return.
-        "AHEAD": bias.levels if bias.ahead is None else bias.ahead,
-        "GATE_FIRST": bias.levels if bias.gate_first is None else bias.gate_first,
-        "AHEAD_END": bias.levels if bias.ahead_end is None else bias.ahead_end,
+        "AHEAD": bias.ahead,
+        "GATE_FIRST": bias.gate_first,
+        "AHEAD_END": bias.ahead_end,
         "SEQ": None,  # int32 [sequences, 5]
         "BLOCKS": None,  # int32 [blocks, 2]: document, block in it
         "SEED": _seed(problem),
