@@ -1,8 +1,8 @@
 """Recall: whether a model finds again what stood once in its window, by length of the window and depth in it.
 
-A trial is a window of the user's own text into which a cue with an answer was put at some depth; the window ends with the cue.
-The model then chooses among several answers by their likelihood. Answers are drawn alike and the one that was shown is
-any of them, so that a model which remembers nothing is right in one of `choices` trials: that is the level of chance.
+A trial is a window of the user's own text into which a cue with its answer was put somewhere; it ends with the cue.
+The model then chooses among several answers by their likelihood. Answers are drawn alike and the one that was shown
+is any of them, so a model that remembers nothing is right in one of `choices` trials: the level of chance.
 
     passkey   the answer is a few tokens from anywhere in the text, which no model could guess
     copy      the answer is a passage of the text
