@@ -145,17 +145,16 @@ def _of_test(
     if main is None:
         return [], None
     on = f", on {test.name}" if test.name else ""
-    tokens = f"{test.tokens:,} tokens of {test.name}" if test.name else f"{test.tokens:,} tokens"
-    how = f"the same {tokens}, each scored once, in {main} windows"
+    how = f"{test.scored}, in {main} windows"
     every_figure = _with_test(extrapolation_table(here, protocols, protocols.names), test)
-    drawn = [charts.extrapolation(here, protocols, main, every_figure, how)]
+    drawn = [charts.extrapolation(here, protocols, main, every_figure, how, test.figure)]
     if len(protocols.names) > 1:
-        drawn.append(charts.against_sliding(here, protocols, every_figure))
+        drawn.append(charts.against_sliding(here, protocols, every_figure, test.figure))
     elif test.number == 1:
         other = "--mode sliding" if main == "nonoverlapping" else "--mode nonoverlapping"
         missing["Nonoverlapping against sliding windows"] = (
-            f"These tokens were scored in {main} windows only: trainshort evaluate RUN {other} --tokens "
-            f"{test.tokens} adds the others."
+            f"These tokens were scored in {main} windows only: trainshort evaluate RUN {other} {test.how_again} adds "
+            "the others."
         )
     lengths = {record["length"] for run in test.runs for record in run.records if protocols.of(record) == main}
     drawn.append(charts.by_position(here, protocols, main, sorted(lengths)))
@@ -164,12 +163,14 @@ def _of_test(
     drawn = [replace(chart, title=chart.title + on, suffix=test.suffix) for chart in drawn if chart.views]
     if not any(chart.name == "extrapolation" for chart in drawn):
         return drawn, None
+    name = "Perplexity per token" if test.same_tokens else "Bits per byte"
     sentence = (
-        f"Perplexity per token over {how}, by test length; below each its ratio to the value at the training "
+        f"{name} over {how}, by test length; below each its ratio to the value at the training "
         "length L; the best of each length is marked."
     )
-    table = perplexities(here, protocols, main)
-    return drawn, Listed(table, f"Perplexity by test length{on}", sentence, test.suffix)
+    table = perplexities(here, protocols, main, test.figure)
+    title = f"{'Perplexity' if test.same_tokens else 'Bits per byte'} by test length{on}"
+    return drawn, Listed(table, title, sentence, test.suffix)
 
 
 def _heads(methods: Sequence[Method], protocols: Protocols, main: str, complete: bool) -> list[Chart]:
@@ -237,6 +238,9 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
             warnings.append(
                 f"Not all seeds were tested{on}, and means are over those that were: {'; '.join(missing)}."
             )
+        if len(dtypes := test.dtypes()) > 1:
+            listed = "; ".join(f"{', '.join(names)} in {dtype}" for dtype, names in dtypes.items())
+            warnings.append(f"Not all were tested in the same dtype: {listed}.")
     trained: dict[str, list[str]] = {}
     for run in runs:
         if run.data is not None:
@@ -244,7 +248,11 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
     if len(trained) > 1:
         groups = "; ".join(", ".join(names) for names in trained.values())
         warnings.append(f"The runs were trained on different data, which may have different tokens: {groups}.")
-    counts = {method.label: len(method.runs) for method in methods if any(run.records for run in method.runs)}
+    counts = {
+        method.label: len(method.runs)
+        for method in methods
+        if any(run.records for run in method.runs) and not method.runs[0].about
+    }
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{label} {count}" for label, count in counts.items())
         warnings.append(f"The methods have different numbers of seeds: {listed}.")

@@ -171,7 +171,7 @@ def _perplexities(listed: Listed) -> str:
     return _scroll(
         listed.title,
         f'<table id="perplexity-table{listed.suffix}">'
-        '<caption class="hidden">Perplexity per token by test length</caption>'
+        f'<caption class="hidden">{escaped(listed.title)}</caption>'
         f'<thead><tr><th scope="col" class="text">method</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>",
     )
