@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.common.checks import is_whole
+from trainshort.common.fields import Fields
 from trainshort.common.files import sha256
 from trainshort.common.reading import read_json
 from trainshort.evaluation.records import NAME, Record, fingerprint
@@ -31,6 +32,17 @@ def is_ours(config: Mapping[str, Any]) -> bool:
 def configured_length(config: Mapping[str, Any]) -> int | None:
     """The length that a public model's config.json names, if it does."""
     return next((int(config[name]) for name in LENGTHS if is_whole(config.get(name), 1)), None)
+
+
+def trained_length(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """As a run's train.json says, or the config.json of a public model; None where neither does."""
+    path = folder / "train.json"
+    if not path.exists():
+        return None if is_ours(config) else configured_length(config)
+    training = read_json(path, "evaluate takes a folder that train wrote")
+    if "length" not in training:
+        return None
+    return Fields(training, str(path), "name some with lengths (--lengths)").whole("length", 1)
 
 
 def weights_of(folder: Path) -> str:

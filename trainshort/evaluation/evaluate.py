@@ -18,7 +18,7 @@ from trainshort.common.devices import device_for
 from trainshort.common.machine import Waiting
 from trainshort.common.reading import read_json
 from trainshort.data.plain import PlainText
-from trainshort.evaluation.about import about_model, check_same_model, configured_length, is_ours, weights_of
+from trainshort.evaluation.about import about_model, check_same_model, is_ours, trained_length, weights_of
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
@@ -155,9 +155,8 @@ def _kept(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | 
         return Kept(place, weights, None)
     check_same_model(place, weights)
     place.mkdir(parents=True, exist_ok=True)
-    trained = folder / "train.json"
-    length = read_json(trained, "").get("length") if trained.exists() else configured_length(config)
-    return Kept(place, weights, about_model(folder, model.config.to_dict(), length, weights))
+    about = about_model(folder, model.config.to_dict(), trained_length(folder, config), weights)
+    return Kept(place, weights, about)
 
 
 def _text(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:

@@ -10,64 +10,22 @@ by distance (mass.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainshort.common.checks import is_finite, is_int
-from trainshort.common.settings import Settings
+from trainshort.evaluation.inspect_config import FORMAT, VERSION, InspectConfig
 from trainshort.evaluation.mass import Rows, rows_of
 from trainshort.models.kept import Attended, may_skip, watched
 from trainshort.models.model import Model
 from trainshort.ops import LinearBias, Windows, attention
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 
-FORMAT, VERSION = "trainshort inspection", 1
-NAME = "inspection.json"
 NEARLY_ALL = 0.99  # of a query's softmax
 BINS = 48  # of positions
-SHORTEST = 128  # of the lengths that are chosen here
 Grid = list[list[float]]  # [layers][heads]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig(Settings):
-    """Checked when it is made."""
-
-    tokens: int = field(
-        default=4096, metadata={"help": "of the text at most; what mattered takes time with the square of them"}
-    )
-    lengths: tuple[int, ...] = field(
-        default=(),
-        metadata={"help": "count visited keys at these lengths too (default: 128, 256, ... up to the text's)"},
-    )
-    tolerance: float | None = field(
-        default=None,
-        metadata={
-            "help": "of a query's softmax, the most that may be skipped (default: 2^-14 for 16-bit models, 2^-24 for "
-            "float32, 0 for float64)"
-        },
-    )
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = field(
-        default=None, metadata={"help": "of the model (default: as it was saved)"}
-    )
-    device: str | None = field(
-        default=None, metadata={"help": "such as cpu or cuda (default: cuda where there is one)"}
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
-        for name, value in (("tokens", self.tokens), *(("lengths", length) for length in self.lengths)):
-            if not is_int(value) or value < 1:
-                raise ValueError(f"{name} must be at least 1, as a whole number; got {value!r}")
-        if self.lengths and self.lengths[-1] > self.tokens:
-            raise ValueError(
-                f"lengths must be at most tokens, the {self.tokens:,} that are read; got {self.lengths[-1]:,}"
-            )
-        if self.tolerance is not None and not (is_finite(self.tolerance) and 0 <= self.tolerance < 1):
-            raise ValueError(f"tolerance must lie in [0, 1), got {self.tolerance!r}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from trainshort.common.fields import Fields
 from trainshort.common.reading import file_size, read_json
 from trainshort.data import TokenData
 from trainshort.data.plain import PlainText, plain_text, tokenizer_of
-from trainshort.evaluation.about import configured_length, is_ours
+from trainshort.evaluation.about import is_ours, trained_length
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 
@@ -19,20 +19,11 @@ MULTIPLES = (1, 2, 4, 8, 16)  # of the trained length
 class OpenedRun:
     folder: Path
     config: dict[str, Any]  # its config.json
-    training: dict[str, Any]  # its train.json; empty for a model that came from elsewhere
     data: TokenData | PlainText
-
-    @property
-    def trained_length(self) -> int | None:
-        """As its training says, or the config of a public model; None where neither does."""
-        if "length" not in self.training:
-            return None if is_ours(self.config) else configured_length(self.config)
-        advice = "name some with lengths (--lengths)"
-        return Fields(self.training, str(self.folder / "train.json"), advice).whole("length", 1)
 
     def usual_lengths(self) -> tuple[int, ...]:
         """1 to 16 times the length it was trained at, as far as the data go."""
-        trained = self.trained_length
+        trained = trained_length(self.folder, self.config)
         if trained is None:
             raise ValueError(
                 f"{self.folder} does not say at which length it was trained: name some with lengths (--lengths)"
@@ -69,10 +60,10 @@ def open_run(
             )
     _refuse_encoder(folder, config)
     if data is None:
-        return OpenedRun(folder, config, training, plain_text(text, tokenizer_of(folder)))
+        return OpenedRun(folder, config, plain_text(text, tokenizer_of(folder)))
     opened = TokenData(data)
     check_tokenizers(folder, Path(data))
-    return OpenedRun(folder, config, training, opened)
+    return OpenedRun(folder, config, opened)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def build_report(
     if not found.runs:
         named = "; ".join(f"{each.path}: {each.what}" for each in found.problems[:3])
         raise ValueError(f"there is no run to report on ({named or 'no paths were given'})")
-    plotly = _plotly(figures)
+    plotly = plotly_js(figures)
     content, text = _fitting(found, title, names, plotly)
     charts_and_tables = content_of(found, title=title, names=names)  # in files nothing is left out
     files = {f"tables/{each.id}.csv": each.table.csv.encode() for each in charts_and_tables.charts if each.table}
@@ -75,7 +75,7 @@ def build_report(
             files |= {f"figures/{name}": data for name, data in drawn(chart, dots)}
     files[PAGE] = text.encode("utf-8")
     out = Path(out)
-    written = _write(out, files)
+    written = write_files(out, files)
     _remove_old(out, files)
     problems = [*content.warnings, *(f"{each.path}: {each.what}" for each in content.problems)]
     return Report(out / PAGE, written, len(found.runs), problems)
@@ -264,7 +264,7 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
     return warnings
 
 
-def _plotly(figures: bool) -> str:
+def plotly_js(figures: bool) -> str:
     """The text of plotly.js; both packages are looked for before any work is done."""
     try:
         from plotly.offline import get_plotlyjs
@@ -278,7 +278,7 @@ def _plotly(figures: bool) -> str:
     return str(get_plotlyjs())
 
 
-def _write(out: Path, files: dict[str, bytes]) -> list[Path]:
+def write_files(out: Path, files: dict[str, bytes]) -> list[Path]:
     """The page comes last: once it is there, all that belongs to it is."""
     written = []
     for name, content in files.items():

@@ -124,7 +124,7 @@ def by_length(
     layout = {
         "xaxis": axis("test length in tokens", "log", sorted(lengths)),
         "yaxis": axis(title, kind) | ({"rangemode": "tozero"} if from_zero else {}),
-        "shapes": [_trained_at(length) for length in sorted({method.length or 0 for method in methods}) if length],
+        "shapes": [trained_at(length) for length in sorted({method.length or 0 for method in methods}) if length],
     }
     return View(title, traces, layout)
 
@@ -280,7 +280,7 @@ def _loaded(method: Method, protocols: Protocols, protocol: str) -> list[str]:
     return [f"{method.label} at {', '.join(found)}: {what}."] if found else []
 
 
-def _trained_at(length: int) -> Plot:
+def trained_at(length: int) -> Plot:
     return {
         "type": "line",
         "x0": length,
