@@ -73,7 +73,7 @@ def _show(found: dict[str, Any], heads: bool | None) -> None:
     from trainshort.cli.shown import console
     from trainshort.report.inspected import bound_sentence, summary
 
-    count = sum(len(row) for row in found["heads"]["kept"])
+    count = sum(len(row) for row in found["heads"]["visited"])
     every = count <= MOST_ROWS if heads is None else heads
     screen = console()
     screen.print(heads_table(found) if every else layers_table(found))

@@ -11,11 +11,13 @@ from rich.table import Table
 from trainshort.cli.shown import new_table
 
 Values = Mapping[str, Any]
-FIGURES = ("visited", "reach", "(most)", "99% within", "(most)", "mattered")
+FIGURES = ("visited", "can see", "reach", "(most)", "99% within", "(most)", "mattered")
 CAPTION = (
-    "visited: the share of the keys in sight that attention compares; the others are proved not to matter\n"
-    "reach: tokens to the farthest visited key; 99% within: tokens in which 99% of a query's attention really lies\n"
-    "(of each the mean over queries, and the most); mattered: the share of the visited keys that had to be visited"
+    "visited: of the keys in sight, the share that attention compares, in whole blocks\n"
+    "can see: the share in certified windows, all others provably can't matter\n"
+    "reach: how many tokens away these windows end, mean and most\n"
+    "99% within: tokens in which 99% of a query's attention lies, mean and most\n"
+    "mattered: of the keys that it can see, the share that can't be left out\n"
 )
 
 
@@ -24,7 +26,7 @@ def heads_table(found: Values) -> Table:
     slopes = found["slopes"]
     columns = ["layer", "head", *(["slope"] if slopes else []), *FIGURES]
     table = new_table(_title(found), columns, CAPTION)
-    for layer, row in enumerate(found["heads"]["kept"]):
+    for layer, row in enumerate(found["heads"]["visited"]):
         for head in range(len(row)):
             slope = [f"{slopes[head]:.4g}"] if slopes else []
             first = str(layer + 1) if head == 0 else ""
@@ -35,9 +37,9 @@ def heads_table(found: Values) -> Table:
 def layers_table(found: Values) -> Table:
     """One row a layer: means over its heads, and the farthest of them."""
     table = new_table(
-        _title(found), ["layer", *FIGURES, "farthest head"], CAPTION + "\nmeans over heads; --heads lists every head"
+        _title(found), ["layer", *FIGURES, "farthest head"], CAPTION + "means over heads; --heads lists every head"
     )
-    for layer, row in enumerate(found["heads"]["kept"]):
+    for layer, row in enumerate(found["heads"]["visited"]):
         needed = found["heads"]["needed"][layer]
         table.add_row(
             str(layer + 1), *_cells(found, layer, range(len(row))), str(1 + max(range(len(row)), key=needed.__getitem__))
@@ -47,11 +49,10 @@ def layers_table(found: Values) -> Table:
 
 def lengths_table(found: Values) -> Table:
     """Visited keys by length, over all layers and heads."""
-    table = new_table("keys visited by length", ["length", *(f"{each['length']:,}" for each in found["by_length"])])
-    shares = [[value for row in each["kept"] for value in row] for each in found["by_length"]]
-    table.add_row("all heads", *(f"{statistics.fmean(each):.1%}" for each in shares))
-    table.add_row("farthest head", *(f"{max(each):.1%}" for each in shares))
-    table.add_row("nearest head", *(f"{min(each):.1%}" for each in shares))
+    table = new_table("of the keys in sight, by length", ["length", *(f"{each['length']:,}" for each in found["by_length"])])
+    for title, name in (("visited", "visited"), ("can see", "seen")):
+        shares = [[value for row in each[name] for value in row] for each in found["by_length"]]
+        table.add_row(title, *(f"{statistics.fmean(each):.1%}" for each in shares))
     return table
 
 
@@ -64,7 +65,8 @@ def _cells(found: Values, layer: int, heads: Sequence[int]) -> list[str]:
         return [found["heads"][name][layer][head] for head in heads]
 
     return [
-        f"{statistics.fmean(values('kept')):.1%}",
+        f"{statistics.fmean(values('visited')):.1%}",
+        f"{statistics.fmean(values('seen')):.1%}",
         f"{statistics.fmean(values('reach')):,.0f}",
         f"{max(values('farthest')):,.0f}",
         f"{statistics.fmean(values('needed')):,.0f}",

@@ -20,7 +20,7 @@ from trainshort.models import load
 
 CHARACTERS = 16  # of a text that is read for each token wanted: hardly any tokenizer makes longer ones
 LOOKS = 12  # heads of which the farthest look is shown
-AROUND = 8  # tokens that are shown with it
+AROUND = 40  # characters that are shown up to it
 
 
 def inspect_folder(
@@ -74,8 +74,8 @@ def farthest_looks(found: dict[str, Any], tokens: list[int], tokenizer: Tokenize
                 "distance": heads["most_needed"][layer][head],
                 "query": query,
                 "key": key,
-                "query_text": tokenizer.decode(tokens[max(0, query - AROUND + 1) : query + 1]),
-                "key_text": tokenizer.decode(tokens[max(0, key - AROUND // 2) : key + AROUND // 2]),
+                "query_text": tokenizer.decode(tokens[max(0, query - AROUND) : query + 1])[-AROUND:],
+                "key_text": tokenizer.decode(tokens[max(0, key - AROUND) : key + 1])[-AROUND:],
             }
         )
     return looks

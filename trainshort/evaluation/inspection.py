@@ -1,10 +1,10 @@
 """What each head of a model can provably see of a text, and how much of that mattered.
 
-Provably: the windows of keys that attention itself visited; all keys outside have together at most `tolerance` of a
-query's softmax, proved from norms. Leaving them out moves the output of attention by at most tolerance * diameter of
-the values, and so does anything else that is done to them as long as the proof holds: other values inside the same
-ball, or keys that are turned about the centre they are measured from. What mattered is measured: the softmax itself,
-by distance (mass.py).
+Provably: certified windows. All keys outside of a query's window have together at most `tolerance` of its softmax,
+proved from norms. Leaving them out moves the output of attention by at most tolerance * diameter of the values, and so
+does anything else that is done to them as long as the proof holds: other values no farther apart, or keys that are
+turned about the centre they are measured from. Attention itself visits whole blocks of 128 keys, and everything where
+looking for windows would not pay: that is `visited`. What mattered is measured: the softmax, by distance (mass.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from trainshort.evaluation.mass import Rows, rows_of
 from trainshort.models.kept import Attended, may_skip, watched
 from trainshort.models.model import Model
 from trainshort.ops import LinearBias, Windows, attention
-from trainshort.ops.problem import DEFAULT_TOLERANCE
+from trainshort.ops.problem import DEFAULT_TOLERANCE, make_problem
+from trainshort.ops.windows import certified_blocks, visible_keys
 
 NEARLY_ALL = 0.99  # of a query's softmax
 BINS = 48  # of positions
+BLOCK = 32  # of queries and keys that windows are proved for
 Grid = list[list[float]]  # [layers][heads]
 
 
@@ -32,15 +34,16 @@ Grid = list[list[float]]  # [layers][heads]
 class Layer:
     """Figures of one layer: a tensor [H] each."""
 
-    kept: Tensor  # the share of the keys in sight that were visited
-    reach: Tensor  # tokens from a query to the farthest key it visited, on average over queries
+    visited: Tensor  # the share of the keys in sight that attention visits
+    seen: Tensor  # the share inside of windows
+    reach: Tensor  # tokens from a query to the farthest key in its window, on average over queries
     farthest: Tensor  # the same at most
     needed: Tensor  # tokens within which nearly all of the softmax lies, on average
     most_needed: Tensor  # the same at most, by the query that looks farthest
     query: Tensor  # the position of that query
     key: Tensor  # of the key that stands there
-    mattered: Tensor  # of the visited keys, the share that has to be visited to skip no more than the tolerance
-    skipped: Tensor  # the largest part of a query's softmax that was not visited
+    mattered: Tensor  # of the keys in windows, the share that cannot be left out without losing more than the tolerance
+    skipped: Tensor  # the largest part of a query's softmax outside of its window
     diameter: Tensor  # of the values, from above
     output: Tensor  # the mean norm of what attention gives
     beyond: Tensor  # [H, distances]: the mean softmax beyond each distance, of queries that could look so far
@@ -82,7 +85,7 @@ def inspect(
     with watched(model, measure):
         model.trunk(row)
     by_length = [
-        {"length": each, "kept": _grid(watch.kept_at(row[:, :each], on_layer))}
+        {"length": each} | watch.shares_at(row[:, :each], on_layer)
         for each in config.lengths or usual_lengths(length)
         if each < length
     ]
@@ -105,7 +108,7 @@ def inspect(
         "device": str(weight.device),
         "heads": figures,
         "bound": [[tolerance * value for value in row] for row in figures["diameter"]] if may_skip(model) else None,
-        "by_length": [*by_length, {"length": length, "kept": figures["kept"]}],
+        "by_length": [*by_length, {"length": length, "visited": figures["visited"], "seen": figures["seen"]}],
         "distances": distances(length),
         "beyond": [_rounded(layer.beyond) for layer in layers],
         "position_edges": position_edges(length),
@@ -137,20 +140,32 @@ class _Watch:
         self.model, self.tolerance = model, tolerance
         self.causal, self.scale = model.config.causal, model.config.score_scale
 
-    def kept_at(self, row: Tensor, on_layer: Callable[[int, int, int], None] | None) -> list[Tensor]:
-        """The share of keys visited in a text [1, T], [H] for each layer."""
-        found: list[Tensor] = []
+    def shares_at(self, row: Tensor, on_layer: Callable[[int, int, int], None] | None) -> dict[str, Grid]:
+        """The shares of keys that are visited, and that can be seen, in a text [1, T]."""
+        visited: list[Tensor] = []
+        inside: list[Tensor] = []
 
         def count(seen: Attended) -> None:
-            found.append(self._kept(seen, self._windows(seen)[0]))
+            visited.append(self._share(seen, self._visited(seen)[0]))
+            inside.append(self._share(seen, self.windows(seen)))
             if on_layer is not None:
-                on_layer(row.shape[1], len(found), self.model.config.num_layers)
+                on_layer(row.shape[1], len(visited), self.model.config.num_layers)
 
         with watched(self.model, count):
             self.model.trunk(row)
-        return found
+        return {"visited": _grid(visited), "seen": _grid(inside)}
 
-    def _windows(self, seen: Attended) -> tuple[Windows, Tensor]:
+    def windows(self, seen: Attended) -> Windows:
+        """The keys that each query can see: int64 [H, T] each."""
+        problem = make_problem(
+            seen.q, seen.k, seen.k, seen.bias, causal=self.causal, scale=self.scale, tolerance=self.tolerance
+        )
+        blocks = certified_blocks(problem, BLOCK, every_head=True)[0].to(torch.int64)  # [H, blocks, 2]
+        by_query = (blocks * BLOCK).repeat_interleave(BLOCK, dim=1)[:, : seen.q.shape[2]]
+        first, end = visible_keys(problem)
+        return Windows(torch.maximum(first[0], by_query[..., 0]), torch.minimum(end[0], by_query[..., 1]))
+
+    def _visited(self, seen: Attended) -> tuple[Windows, Tensor]:
         """The keys that each query visits, and what attention gives."""
         out, _, windows = attention(
             seen.q,
@@ -165,38 +180,35 @@ class _Watch:
         assert windows is not None
         return Windows(*(side[0].to(torch.int64) for side in windows)), out[0]
 
-    def _kept(self, seen: Attended, windows: Windows) -> Tensor:
-        return (windows.end - windows.first).double().sum(-1) / self._in_sight(seen).double().sum(-1)
-
-    def _in_sight(self, seen: Attended) -> Tensor:
-        """How many keys each query of each head has in sight: int64 [H, T]."""
-        heads, length = seen.q.shape[1:3]
-        place = torch.arange(length, device=seen.q.device)
-        sights = ("past",) * heads if self.causal else seen.bias.sights(heads) if seen.bias else ("both",) * heads
-        counts = {"past": place + 1, "future": length - place, "both": torch.full_like(place, length)}
-        return torch.stack([counts[sight] for sight in sights])
+    def _share(self, seen: Attended, windows: Windows) -> Tensor:
+        """Of the keys in sight, those inside: [H]."""
+        problem = make_problem(seen.q, seen.k, seen.v, seen.bias, causal=self.causal)
+        first, end = (side[0] for side in visible_keys(problem))
+        return (windows.end - windows.first).double().sum(-1) / (end - first).double().sum(-1)
 
     def measured(self, seen: Attended) -> Layer:
-        windows, out = self._windows(seen)
+        visited, out = self._visited(seen)
+        windows = self.windows(seen)
         heads, length = windows.first.shape
         place = torch.arange(length, device=out.device)
         reach = torch.maximum(place - windows.first, windows.end - 1 - place)
         sums = _Sums(heads, length, out.device)
         for rows in rows_of(seen, causal=self.causal, scale=self.scale):
             sums.add(rows, windows, self.tolerance)
-        visited = (windows.end - windows.first).sum(-1)
+        inside = (windows.end - windows.first).sum(-1)
         value = seen.v[0].double() if out.dtype == torch.float64 else seen.v[0].float()
         diameter = 2 * torch.linalg.vector_norm(value - value.mean(1, keepdim=True), dim=-1).amax(-1)  # [Hkv]
         query = sums.needed.argmax(-1, keepdim=True)
         return Layer(
-            kept=self._kept(seen, windows),
+            visited=self._share(seen, visited),
+            seen=self._share(seen, windows),
             reach=reach.double().mean(-1),
             farthest=reach.amax(-1),
             needed=sums.needed.double().mean(-1),
             most_needed=sums.needed.gather(-1, query)[:, 0],
             query=query[:, 0],
             key=sums.keys.gather(-1, query)[:, 0],
-            mattered=sums.exact.double() / visited.double(),
+            mattered=sums.exact.double() / inside.double(),
             skipped=sums.skipped,
             diameter=diameter.repeat_interleave(heads // len(diameter)),
             output=torch.linalg.vector_norm(out.float(), dim=-1).mean(-1),

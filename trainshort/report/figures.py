@@ -14,7 +14,8 @@ MARKERS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X", "star": "*",
     "hexagon": "h",
 }  # fmt: skip
-HEAD_FIGURES = ("visited", "needed", "most_needed", "reach", "farthest", "mattered")  # of the chart of an inspection
+# Of the chart of an inspection.
+HEAD_FIGURES = ("can_see", "reach", "farthest", "needed", "most_needed", "mattered", "visited")
 MOST_INSIDE = 5  # entries of a legend; larger ones stand above the axes
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 STYLE: dict[Any, Any] = {

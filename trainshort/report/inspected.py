@@ -20,18 +20,26 @@ from trainshort.report.tables import Table
 from trainshort.report.text import escaped
 
 PAGE = "inspection.html"
+GREY = "#7a8793"
+LEAST = 1e-6  # of a query's attention that is drawn
+SHARES = {
+    "tickmode": "array",
+    "tickvals": [10.0**-power for power in range(7)],
+    "ticktext": ["100%", "10%", "1%", "0.1%", "0.01%", "0.001%", "0.0001%"],
+}
 MANY = 8  # heads in one chart of lines
 DASHES = ("solid", "dash", "dot", "dashdot")
 Values = Mapping[str, Any]
 
 # Of the heat maps: the figure, what it is called, and how it is written.
 HEADS = (
-    ("kept", "share of keys visited", ":.1%"),
+    ("seen", "share of keys that it can see", ":.1%"),
+    ("reach", "how far it can see in tokens, mean", ":,.0f"),
+    ("farthest", "how far it can see in tokens, farthest query", ":,.0f"),
     ("needed", "99% of attention within, tokens, mean", ":,.0f"),
     ("most_needed", "99% of attention within, tokens, farthest query", ":,.0f"),
-    ("reach", "reach of the window in tokens, mean", ":,.0f"),
-    ("farthest", "reach of the window in tokens, farthest", ":,.0f"),
-    ("mattered", "share of visited keys that mattered", ":.1%"),
+    ("mattered", "share of the keys it can see that mattered", ":.1%"),
+    ("visited", "share of keys that attention visits", ":.1%"),
 )
 
 
@@ -57,14 +65,14 @@ def build_inspection(found: Values, out: str | Path, *, figures: bool = True, do
 def summary(found: Values) -> list[str]:
     """The most important of it, in sentences."""
     heads, length = found["heads"], found["length"]
-    kept = statistics.fmean(_flat(heads["kept"]))
+    visited, seen = (statistics.fmean(_flat(heads[name])) for name in ("visited", "seen"))
     needed = sorted(_flat(heads["needed"]))
     layer, head = farthest_head(found)
     most = heads["needed"][layer][head]
     what = "in sight" if found["causal"] else "on both sides"
     lines = [
-        f"At {length:,} tokens attention visits {kept:.1%} of the keys {what}, over all layers and heads; every other "
-        f"key is proved to have no part in the output beyond the tolerance."
+        f"At {length:,} tokens {1 - seen:.1%} of the keys {what} are proved not to matter, over all layers and heads; "
+        f"attention, which works in whole blocks, visits {visited:.1%}."
         if found["penalty"]
         else f"{found['position']} puts no penalty on distance: nothing can be proved to be out of sight, and attention "
         f"visits all of the keys {what}.",
@@ -105,14 +113,16 @@ def farthest_head(found: Values) -> tuple[int, int]:
 
 def heads_table(found: Values) -> Table:
     """One row a head."""
-    names = ("kept", "reach", "farthest", "needed", "most_needed", "mattered", "skipped", "diameter", "output")
+    names = (
+        "visited", "seen", "reach", "farthest", "needed", "most_needed", "mattered", "skipped", "diameter", "output"
+    )  # fmt: skip
     slopes, rows = found["slopes"], []
     for layer, head in _places(found):
         bound = None if found["bound"] is None else found["bound"][layer][head]
         slope = None if slopes is None else slopes[head]
         rows.append((layer + 1, head + 1, slope, *(found["heads"][name][layer][head] for name in names), bound))
     return Table(
-        ("layer", "head", "slope", "visited", "mean_reach", "farthest_reach", "within_99_mean", "within_99_most",
+        ("layer", "head", "slope", "visited", "can_see", "mean_reach", "farthest_reach", "needed_mean", "needed_most",
          "mattered", "largest_skipped", "diameter_of_values", "mean_output_norm", "bound"),
         tuple(rows),
     )  # fmt: skip
@@ -126,21 +136,19 @@ def layers_table(found: Values) -> Table:
         output = statistics.fmean(found["heads"]["output"][layer])
         relative = None if bound is None or not output else bound / output
         skipped = max(found["heads"]["skipped"][layer])
-        kept = statistics.fmean(found["heads"]["kept"][layer])
-        rows.append((layer + 1, kept, found["tolerance"], skipped, max(diameters), bound, output, relative))
+        rows.append((layer + 1, found["tolerance"], skipped, max(diameters), bound, output, relative))
     return Table(
-        ("layer", "visited", "tolerance", "largest_skipped", "diameter_of_values", "bound", "mean_output_norm",
-         "bound_over_norm"),
+        ("layer", "tolerance", "largest_skipped", "diameter_of_values", "bound", "mean_output_norm", "bound_over_norm"),
         tuple(rows),
     )  # fmt: skip
 
 
 def looks_table(found: Values) -> Table:
     """Where the farthest-sighted heads look farthest."""
-    columns = ("layer", "head", "within_99_mean", "within_99_most", "query_at", "text_before_it", "key_at", "text_there")
+    columns = ("layer", "head", "needed_mean", "needed_most", "query_at", "text_up_to_it", "key_at", "text_up_to_there")
     rows = [
         (
-            each["layer"] + 1, each["head"] + 1, each["needed"], int(each["distance"]), each["query"],
+            each["layer"] + 1, each["head"] + 1, round(each["needed"]), int(each["distance"]), each["query"],
             each["query_text"], each["key"], each["key_text"],
         )
         for each in found["looks"]
@@ -156,10 +164,12 @@ def by_head(found: Values) -> Chart:
     return Chart(
         "heads",
         "What each head can see, and what it needs",
-        "By layer and head: the share of the keys in sight that attention visits, and how far its windows reach (every "
-        "key outside is proved not to matter); the distance within which 99% of a query's attention really lies, on "
-        "average over the text and for the query that looks farthest; and which share of the visited keys would have "
-        "been needed to skip no more than the tolerance.",
+        "By layer and head: what it can see, which is the share of the keys in sight that lie inside of certified "
+        "windows, and how many tokens away they reach (every key outside is proved not to matter; windows are proved "
+        "for 32 queries and keys at a time); the distance within which 99% of a query's attention really lies, on "
+        "average over the text and for the query that looks farthest; which share of the keys that it can see could "
+        "not have been left out without losing more than the tolerance; and the share that attention visits, in whole "
+        "blocks of 128 keys (64 in the GPU kernels), or everything where looking for windows would not pay.",
         views,
         heads_table(found),
     )
@@ -167,30 +177,34 @@ def by_head(found: Values) -> Chart:
 
 def by_length(found: Values) -> Chart:
     lengths = [each["length"] for each in found["by_length"]]
-    traces = []
-    everything = [statistics.fmean(_flat(each["kept"])) for each in found["by_length"]]
-    rows: list[tuple[Any, ...]] = [(None, length, share) for length, share in zip(lengths, everything, strict=True)]
-    for place, head in enumerate(_some_heads(found, 4)):
-        shares = [statistics.fmean(row[head] for row in each["kept"]) for each in found["by_length"]]
-        traces.append(_line(_label(found, head), lengths, shares, place, "%{y:.1%} at %{x:,} tokens"))
-    for head in range(len(found["heads"]["kept"][0])):
-        for each in found["by_length"]:
-            rows.append((head + 1, each["length"], statistics.fmean(row[head] for row in each["kept"])))
-    mean = _line("all heads", lengths, everything, 0, "%{y:.1%} at %{x:,} tokens")
-    mean |= {"line": {"color": "#7a8793", "width": 4}, "marker": {"color": "#7a8793", "size": 9, "symbol": "circle"}}
-    layout = {
-        "xaxis": axis("length of the text in tokens", "log", lengths),
-        "yaxis": axis("share of the keys in sight that are visited") | {"rangemode": "tozero", "tickformat": ".0%"},
-        "shapes": _trained(found, lengths[-1]),
-    }
+    views, rows = [], []
+    for name, title in (("visited", "that attention visits"), ("seen", "that heads can see")):
+        everything = [statistics.fmean(_flat(each[name])) for each in found["by_length"]]
+        hover = "%{y:.1%} at %{x:,} tokens"
+        mean = _line("all heads", lengths, everything, 0, hover)
+        mean |= {"line": {"color": GREY, "width": 4}, "marker": {"color": GREY, "size": 9, "symbol": "circle"}}
+        traces = [mean]
+        for place, head in enumerate(_some_heads(found, 4)):
+            shares = [statistics.fmean(row[head] for row in each[name]) for each in found["by_length"]]
+            traces.append(_line(_label(found, head), lengths, shares, place, hover))
+        layout = {
+            "xaxis": axis("length of the text in tokens", "log", lengths),
+            "yaxis": axis("share of the keys in sight") | {"rangemode": "tozero", "tickformat": ".0%"},
+            "shapes": _trained(found, lengths[0], lengths[-1]),
+        }
+        views.append(View(f"share of keys {title}", traces, layout))
+    for each in found["by_length"]:
+        for layer, head in _places(found):
+            shares = [each[name][layer][head] for name in ("visited", "seen")]
+            rows.append((layer + 1, head + 1, each["length"], *shares))
     return Chart(
         "visited",
         "Keys visited by length",
         "The share of the keys in sight that attention visits in the first so many tokens of the text, over all layers: "
-        "of all heads together, and of a few from the steepest to the flattest penalty. Attention works in blocks of "
-        "128 keys (64 in the GPU kernels), and where slopes promise little it visits everything.",
-        [View("share of keys visited by length", [mean, *traces], layout)],
-        Table(("head", "length", "visited"), tuple(rows)),
+        "of all heads together, and of a few from the steepest to the flattest penalty; and the share inside of "
+        "certified windows. In short texts, and for heads of which little could be skipped, attention visits everything.",
+        views,
+        Table(("layer", "head", "length", "visited", "can_see"), tuple(rows)),
         axes="xy",
         listed=False,
     )
@@ -205,15 +219,16 @@ def by_distance(found: Values) -> Chart:
                 range(len(layers[0]))]  # fmt: skip
     for number, values in enumerate([together, *layers]):
         traces = [
-            _line(_label(found, head), [max(each, 0.5) for each in edges],
-                  [value if value > 1e-12 else None for value in values[head]], place,
-                  "%{y:.2%} beyond %{text} tokens", text=[f"{each:,}" for each in edges])
+            _line(
+                _label(found, head), edges[1:], [value if value >= LEAST else None for value in values[head][1:]],
+                place, "%{y:.2%} beyond %{x:,} tokens",
+            )
             for place, head in enumerate(heads)
         ]  # fmt: skip
         layout = {
             "xaxis": axis("distance from query to key in tokens", "log"),
-            "yaxis": axis("share of attention beyond it", "log") | {"range": [-6, 0.05], "tickformat": ".0e"},
-            "shapes": _trained(found, edges[-1]),
+            "yaxis": axis("share of attention beyond it", "log") | SHARES,
+            "shapes": _trained(found, 1, edges[-1]),
         }
         views.append(View("mean of all layers" if number == 0 else f"layer {number}", traces, layout))
     for layer, grid in enumerate(layers):
@@ -257,7 +272,7 @@ def by_position(found: Values) -> Chart:
         "By layer and position of the query, the distance within which 99% of its attention lies: bright places rely on "
         "tokens that are far away.",
         views,
-        Table(("layer", "head", "first_position", "last_position", "within_99_mean"), tuple(rows)),
+        Table(("layer", "head", "first_position", "last_position", "needed_mean"), tuple(rows)),
         listed=False,
     )
 
@@ -295,7 +310,7 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
 
 def _subtitle(found: Values) -> str:
     about, text = found["about"], found["text"]
-    sizes = f"{len(found['heads']['kept'])} layers of {len(found['heads']['kept'][0])} heads"
+    sizes = f"{len(found['heads']['visited'])} layers of {len(found['heads']['visited'][0])} heads"
     trained = f", trained at {about['length']:,} tokens" if about.get("length") else ""
     what = "language model" if found["causal"] else "encoder"
     return (
@@ -314,7 +329,7 @@ def _notes(found: Values) -> str:
 
 
 def _places(found: Values) -> list[tuple[int, int]]:
-    return [(layer, head) for layer, row in enumerate(found["heads"]["kept"]) for head in range(len(row))]
+    return [(layer, head) for layer, row in enumerate(found["heads"]["visited"]) for head in range(len(row))]
 
 
 def _some_heads(found: Values, limit: int) -> list[int]:
@@ -345,9 +360,9 @@ def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, 
     } | more
 
 
-def _trained(found: Values, longest: int) -> list[Plot]:
+def _trained(found: Values, low: int, high: int) -> list[Plot]:
     length = found["about"].get("length")
-    return [trained_at(length)] if length and length <= longest else []
+    return [trained_at(length)] if length and low <= length <= high else []
 
 
 def _flat(grid: Sequence[Sequence[float]]) -> list[float]:
@@ -355,6 +370,7 @@ def _flat(grid: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _power(value: float) -> str:
-    """2^-24 where it is a power of two, for people who know these."""
+    """A power of two as such, for people who know these."""
     mantissa, exponent = value.hex().split("p") if value > 0 else ("", "0")
-    return f"2^{exponent}" if mantissa == "0x1.0000000000000" else f"{value:g}"
+    raised = exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"2{raised}" if mantissa == "0x1.0000000000000" else f"{value:g}"
