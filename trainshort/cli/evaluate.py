@@ -1,9 +1,9 @@
 """Perplexity of a run or a public model at any lengths, on exactly the same tokens at every length.
 
 Writes evaluation.json: for each length perplexity per token and word, bits per byte, loss by position in the window,
-speed, peak memory and, under ALiBi, what certified windows keep. Into a run's own folder; a public model's folder stays as
-it is, and its figures go to evaluations/NAME. To put models with different tokenizers side by side, evaluate each on
-the same --text, and name their folders to `trainshort report`.
+speed, peak memory and, under ALiBi, what certified windows keep. Into a run's own folder; a public model's folder
+stays as it is, and its figures go to evaluations/NAME. To put models with different tokenizers side by side, evaluate
+each on the same --text, and name their folders to `trainshort report`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ class Flags(EvaluateConfig):
     text: str | None = field(
         default=None,
         metadata={
-            "help": "a text file instead, in tokens of the model's own tokenizer.json, scored to its end (default for "
-            "models that do not say their data: the beginning of the Python library's source)",
+            "help": "a text file instead, in tokens of the model's own tokenizer.json, scored to its end (default "
+            "for models that do not say their data: the beginning of the Python library's source)",
             "metavar": "FILE",
         },
     )
     out: str | None = field(
         default=None,
-        metadata={"help": "the folder for evaluation.json (default: a run's own; evaluations/NAME for public models)"},
+        metadata={
+            "help": "the folder for evaluation.json (default: a run's own; evaluations/NAME for public models)"
+        },
     )
 
 
@@ -51,6 +53,8 @@ def run(flags: Flags) -> None:
     from trainshort.evaluation.about import place_for
     from trainshort.evaluation.runs import open_run
 
+    if flags.text is not None and flags.split != "validation":
+        raise ValueError("split is for prepared data (--data): a text is scored whole")
     opened = open_run(flags.run, flags.data, flags.text)  # what is wrong with a run shows before torch is there
     place = place_for(opened.folder, opened.config, flags.out)
     from trainshort.cli.shown import evaluation_table, print_table

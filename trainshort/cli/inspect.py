@@ -1,7 +1,7 @@
 """What each head of a model can provably see of a text, and how much of that mattered.
 
-For any model here, a run or a public one, language model or encoder: the windows of keys that attention visits (every key
-outside is proved not to matter), the distance within which 99% of the attention really lies, the heads and places
+For any model here, a run or a public one, language model or encoder: the windows of keys that attention visits (every
+key outside is proved not to matter), the distance within which 99% of the attention really lies, the heads and places
 that rely on far tokens, and the share of keys visited by length. Prints a table and writes inspection.html, with
 figures, tables and inspection.json beside it. The model's own folder is only read.
 """

@@ -13,7 +13,7 @@ from trainshort.cli.shown import new_table
 Values = Mapping[str, Any]
 FIGURES = ("visited", "can see", "reach", "(most)", "99% within", "(most)", "mattered")
 CAPTION = (
-    "visited: of the keys in sight, the share that attention compares, in whole blocks\n"
+    "visited: of the keys in sight, the share that attention compares, in blocks\n"
     "can see: the share in certified windows, all others provably can't matter\n"
     "reach: how many tokens away these windows end, mean and most\n"
     "99% within: tokens in which 99% of a query's attention lies, mean and most\n"
@@ -42,14 +42,16 @@ def layers_table(found: Values) -> Table:
     for layer, row in enumerate(found["heads"]["visited"]):
         needed = found["heads"]["needed"][layer]
         table.add_row(
-            str(layer + 1), *_cells(found, layer, range(len(row))), str(1 + max(range(len(row)), key=needed.__getitem__))
+            str(layer + 1),
+            *_cells(found, layer, range(len(row))),
+            str(1 + max(range(len(row)), key=needed.__getitem__)),
         )
     return table
 
 
 def lengths_table(found: Values) -> Table:
     """Visited keys by length, over all layers and heads."""
-    table = new_table("of the keys in sight, by length", ["length", *(f"{each['length']:,}" for each in found["by_length"])])
+    table = new_table("by length", ["length", *(f"{each['length']:,}" for each in found["by_length"])])
     for title, name in (("visited", "visited"), ("can see", "seen")):
         shares = [[value for row in each[name] for value in row] for each in found["by_length"]]
         table.add_row(title, *(f"{statistics.fmean(each):.1%}" for each in shares))

@@ -1,7 +1,7 @@
 """Where the figures of a model go, and what is written with them where its own files lie elsewhere.
 
-A run of ours keeps its figures itself. The folder of a public model is left as it was downloaded, unless somebody asks:
-its figures have a folder of their own, which says of which model they are. Nothing here needs torch.
+A run of ours keeps its figures itself. The folder of a public model is left as it was downloaded, unless somebody
+asks: its figures have a folder of their own, which says of which model they are. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def check_same_model(place: Path, weights: str) -> None:
     about = read_json(place / NAME, "remove it and evaluate again").get("about")
     if isinstance(about, dict) and about.get("weights") != weights:
         raise FileExistsError(
-            f"{place / NAME} holds figures of other weights, those of {about.get('folder')}: name another folder with "
-            "out (--out), or remove it"
+            f"{place / NAME} holds figures of other weights, those of {about.get('folder')}: name another folder "
+            "with out (--out), or remove it"
         )

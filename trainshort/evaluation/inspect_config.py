@@ -10,14 +10,19 @@ from trainshort.common.settings import Settings
 
 FORMAT, VERSION = "trainshort inspection", 1
 NAME = "inspection.json"
+TOKENS = 4096  # of a text that are looked at unless more are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(Settings):
     """Checked when it is made."""
 
-    tokens: int = field(
-        default=4096, metadata={"help": "of the text at most; what mattered takes time with the square of them"}
+    tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": f"of the text at most; the time grows with their square (default: {TOKENS}, or the longest of "
+            "--lengths)"
+        },
     )
     lengths: tuple[int, ...] = field(
         default=(),
@@ -40,11 +45,15 @@ class InspectConfig(Settings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
         for name, value in (("tokens", self.tokens), *(("lengths", length) for length in self.lengths)):
-            if not is_int(value) or value < 1:
+            if not (is_int(value) and value >= 1) and not (name == "tokens" and value is None):
                 raise ValueError(f"{name} must be at least 1, as a whole number; got {value!r}")
-        if self.lengths and self.lengths[-1] > self.tokens:
+        if self.tokens is not None and self.lengths and self.lengths[-1] > self.tokens:
             raise ValueError(
                 f"lengths must be at most tokens, the {self.tokens:,} that are read; got {self.lengths[-1]:,}"
             )
         if self.tolerance is not None and not (is_finite(self.tolerance) and 0 <= self.tolerance < 1):
             raise ValueError(f"tolerance must lie in [0, 1), got {self.tolerance!r}")
+
+    @property
+    def most_tokens(self) -> int:
+        return max(TOKENS, *self.lengths, 1) if self.tokens is None else self.tokens

@@ -39,7 +39,7 @@ def inspect_folder(
     content = embedded_text() if text is None else read_plain(Path(text))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     model = load(folder, dtype=dtype, device=device_for(config.device))
-    most = min(config.tokens, model.position.max_length or config.tokens)
+    most = min(config.most_tokens, model.position.max_length or config.most_tokens)
     beginning = content[: CHARACTERS * most]
     encoder = not model.config.causal
     tokens = with_special_tokens(tokenizer, beginning, most) if encoder else tokenizer.encode(beginning)[:most]

@@ -1,8 +1,8 @@
 """What each head of a model can provably see of a text, and how much of that mattered.
 
 Provably: certified windows. All keys outside of a query's window have together at most `tolerance` of its softmax,
-proved from norms. Leaving them out moves the output of attention by at most tolerance * diameter of the values, and so
-does anything else that is done to them as long as the proof holds: other values no farther apart, or keys that are
+proved from norms. Leaving them out moves the output of attention by at most tolerance * diameter of the values, and
+so does anything else that is done to them as long as the proof holds: other values no farther apart, or keys that are
 turned about the centre they are measured from. Attention itself visits whole blocks of 128 keys, and everything where
 looking for windows would not pay: that is `visited`. What mattered is measured: the softmax, by distance (mass.py).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class Layer:
     most_needed: Tensor  # the same at most, by the query that looks farthest
     query: Tensor  # the position of that query
     key: Tensor  # of the key that stands there
-    mattered: Tensor  # of the keys in windows, the share that cannot be left out without losing more than the tolerance
+    mattered: (
+        Tensor  # of the keys in windows, the share that cannot be left out without losing more than the tolerance
+    )
     skipped: Tensor  # the largest part of a query's softmax outside of its window
     diameter: Tensor  # of the values, from above
     output: Tensor  # the mean norm of what attention gives
@@ -250,15 +253,15 @@ def _check_finite(seen: Attended, layer: int) -> None:
     for name, tensor in (("queries", seen.q), ("keys", seen.k), ("values", seen.v)):
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(
-                f"the {name} of layer {layer + 1} are not finite: the weights are damaged, or too large for this dtype "
-                "(try dtype float32)"
+                f"the {name} of layer {layer + 1} are not finite: the weights are damaged, or too large for this "
+                "dtype (try dtype float32)"
             )
 
 
 def _binned(values: Tensor, length: int) -> Tensor:
     """Means over bins of positions, [H, T] -> [H, bins]."""
     edges = position_edges(length)
-    return torch.stack([values[:, a:b].double().mean(-1) for a, b in zip(edges, edges[1:], strict=False)], dim=-1)
+    return torch.stack([values[:, a:b].double().mean(-1) for a, b in pairwise(edges)], dim=-1)
 
 
 def _slopes(model: Model) -> list[float] | None:

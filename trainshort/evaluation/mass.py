@@ -38,9 +38,7 @@ class Rows(NamedTuple):
     def beyond(self, distance: Tensor) -> Tensor:
         """The mass of keys more than `distance` away: int64 [H or 1, R or 1] -> [H, R]."""
         keys = self.before.shape[-1] - 1
-        return self.outside(
-            (self.positions - distance).clamp(min=0), (self.positions + distance + 1).clamp(max=keys)
-        )
+        return self.outside((self.positions - distance).clamp(min=0), (self.positions + distance + 1).clamp(max=keys))
 
     def within(self, share: float) -> Tensor:
         """The smallest distance beyond which at most this share lies: int64 [H, R]."""
@@ -57,7 +55,9 @@ class Rows(NamedTuple):
         keys = self.before.shape[-1] - 1
         places = torch.stack((self.positions - distance, self.positions + distance))
         there = (places >= 0) & (places < keys)
-        weights = torch.stack([self.weights.gather(-1, each.clamp(0, keys - 1)[..., None])[..., 0] for each in places])
+        weights = torch.stack(
+            [self.weights.gather(-1, each.clamp(0, keys - 1)[..., None])[..., 0] for each in places]
+        )
         past = weights.masked_fill(~there, -1.0).argmax(0) == 0
         return torch.where(past, places[0], places[1])
 

@@ -39,9 +39,7 @@ class OpenedRun:
         return tuple(trained * multiple for multiple in MULTIPLES if trained * multiple <= there)
 
 
-def open_run(
-    folder: str | Path, data: str | Path | None = None, text: str | Path | None = None
-) -> OpenedRun:
+def open_run(folder: str | Path, data: str | Path | None = None, text: str | Path | None = None) -> OpenedRun:
     """The run or public model in that folder, and what to test it on.
 
     That is prepared data, a text file, the data it was trained on, or where that is not known the embedded text.

@@ -109,17 +109,22 @@ def content_of(
         shown += drawn
         tables += [] if listed is None else [listed]
     limit = max(20, min(300, places // len(found.runs)))
+    trained_here = any(not run.about for run in found.runs)  # of others, how they were trained is not known
     curves = [(method, each) for method in methods for run in method.runs if (each := curve(run, limit)) is not None]
     if curves:
         before_cost = next((place for place, chart in enumerate(shown) if chart.name == "cost"), len(shown))
         shown.insert(before_cost, charts.training(curves))
-    else:
+    elif trained_here:
         missing["Training curves"] = "No run has a metrics.jsonl that could be read."
     if not tables:
         missing["Train short, test long"] = "No run has perplexities: trainshort evaluate RUN makes them."
-    if not any(run.samples for run in found.runs):
+    if trained_here and not any(run.samples for run in found.runs):
         missing["Samples"] = "No run has a samples.json, a list of objects with a prompt and a text."
-    about = f"{len(found.runs)} {'run' if len(found.runs) == 1 else 'runs'} of {', '.join(m.label for m in methods)}"
+    what = "run" if trained_here else "model"
+    separator = "; " if any("," in method.label for method in methods) else ", "
+    of = " of " if trained_here else ": "
+    names_shown = separator.join(method.label for method in methods)
+    about = f"{len(found.runs)} {what}{'s' * (len(found.runs) != 1)}{of}{names_shown}"
     made = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Content(
         title=title or "Train short, test long",
@@ -157,7 +162,7 @@ def _of_test(
             "the others."
         )
     lengths = {record["length"] for run in test.runs for record in run.records if protocols.of(record) == main}
-    drawn.append(charts.by_position(here, protocols, main, sorted(lengths)))
+    drawn.append(charts.by_position(here, protocols, main, sorted(lengths), test.figure))
     drawn.append(charts.cost(here, protocols, main, _machine(test.runs)))
     drawn += _heads(here, protocols, main, complete)
     drawn = [replace(chart, title=chart.title + on, suffix=test.suffix) for chart in drawn if chart.views]

@@ -23,6 +23,10 @@ OTHER_TOKENS = (
     "These models have different tokenizers: lengths are in tokens of each, figures are per byte and per word of the "
     "same text. Figures per token can't be compared between them; the CSV file has them."
 )
+OTHER_LOSSES = (
+    "These models have different tokenizers: the heights of their lines, which are per token, can't be compared, "
+    "only whether each rises or falls."
+)
 MACHINE = ("device", "threads")  # speed and memory are means over runs that were tested on the same
 
 
@@ -178,7 +182,9 @@ def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Tabl
     )
 
 
-def by_position(methods: Sequence[Method], protocols: Protocols, protocol: str, lengths: Sequence[int]) -> Chart:
+def by_position(
+    methods: Sequence[Method], protocols: Protocols, protocol: str, lengths: Sequence[int], figure: str
+) -> Chart:
     views, rows = [], []
     for length in sorted(lengths, reverse=True):
         traces = []
@@ -203,6 +209,7 @@ def by_position(methods: Sequence[Method], protocols: Protocols, protocol: str, 
         Table(columns, tuple(rows)),
         axes="xy",
         listed=False,
+        notes=[] if figure == "perplexity" else [OTHER_LOSSES],
     )
 
 

@@ -69,23 +69,21 @@ def summary(found: Values) -> list[str]:
     needed = sorted(_flat(heads["needed"]))
     layer, head = farthest_head(found)
     most = heads["needed"][layer][head]
-    what = "in sight" if found["causal"] else "on both sides"
     lines = [
-        f"At {length:,} tokens {1 - seen:.1%} of the keys {what} are proved not to matter, over all layers and heads; "
-        f"attention, which works in whole blocks, visits {visited:.1%}."
+        f"At {length:,} tokens {1 - seen:.1%} of the keys in sight are proved not to matter, over all layers and "
+        f"heads; attention, which works in whole blocks, visits {visited:.1%}."
         if found["penalty"]
-        else f"{found['position']} puts no penalty on distance: nothing can be proved to be out of sight, and attention "
-        f"visits all of the keys {what}.",
-        f"{found['share']:.0%} of a query's attention lies, on average over the text, within {needed[0]:,.0f} tokens in "
-        f"the nearest-sighted head, {statistics.median(needed):,.0f} in the median head and {most:,.0f} in the "
+        else f"With {found['position']} positions no key can be proved not to matter: attention visits all in sight.",
+        f"{found['share']:.0%} of a query's attention lies, on average over the text, within {needed[0]:,.0f} tokens "
+        f"in the nearest-sighted head, {statistics.median(needed):,.0f} in the median head and {most:,.0f} in the "
         f"farthest-sighted, head {head + 1} of layer {layer + 1}.",
     ]
     trained = found["about"].get("length")
     if trained and trained < length:
         far = sum(value > trained for value in needed)
         lines.append(
-            f"It was trained at {trained:,} tokens: {far:,} of {len(needed):,} heads need more than that on average, so "
-            "they use distances they were never trained on."
+            f"It was trained at {trained:,} tokens: {far:,} of {len(needed):,} heads need more than that on average, "
+            "so they use distances they were never trained on."
             if far
             else f"It was trained at {trained:,} tokens, and no head needs more than that on average."
         )
@@ -99,8 +97,8 @@ def bound_sentence(found: Values) -> str:
     largest = max(_flat(found["bound"]))
     return (
         f"Outside of its window lies at most {_power(found['tolerance'])} of a query's attention, so that leaving "
-        f"those keys out moves the output of attention by at most {largest:.2g} in any head of any layer: the tolerance "
-        "times the diameter of the layer's values."
+        f"those keys out moves the output of attention by at most {largest:.2g} in any head of any layer: the "
+        "tolerance times the diameter of the layer's values."
     )
 
 
@@ -123,7 +121,7 @@ def heads_table(found: Values) -> Table:
         rows.append((layer + 1, head + 1, slope, *(found["heads"][name][layer][head] for name in names), bound))
     return Table(
         ("layer", "head", "slope", "visited", "can_see", "mean_reach", "farthest_reach", "needed_mean", "needed_most",
-         "mattered", "largest_skipped", "diameter_of_values", "mean_output_norm", "bound"),
+         "mattered", "largest_skipped", "diameter_of_values", "mean_output", "bound"),
         tuple(rows),
     )  # fmt: skip
 
@@ -138,14 +136,23 @@ def layers_table(found: Values) -> Table:
         skipped = max(found["heads"]["skipped"][layer])
         rows.append((layer + 1, found["tolerance"], skipped, max(diameters), bound, output, relative))
     return Table(
-        ("layer", "tolerance", "largest_skipped", "diameter_of_values", "bound", "mean_output_norm", "bound_over_norm"),
+        ("layer", "tolerance", "largest_skipped", "diameter_of_values", "bound", "mean_output", "relative_bound"),
         tuple(rows),
     )  # fmt: skip
 
 
 def looks_table(found: Values) -> Table:
     """Where the farthest-sighted heads look farthest."""
-    columns = ("layer", "head", "needed_mean", "needed_most", "query_at", "text_up_to_it", "key_at", "text_up_to_there")
+    columns = (
+        "layer",
+        "head",
+        "needed_mean",
+        "needed_most",
+        "query_at",
+        "text_up_to_it",
+        "key_at",
+        "text_up_to_there",
+    )
     rows = [
         (
             each["layer"] + 1, each["head"] + 1, round(each["needed"]), int(each["distance"]), each["query"],
@@ -168,8 +175,8 @@ def by_head(found: Values) -> Chart:
         "windows, and how many tokens away they reach (every key outside is proved not to matter; windows are proved "
         "for 32 queries and keys at a time); the distance within which 99% of a query's attention really lies, on "
         "average over the text and for the query that looks farthest; which share of the keys that it can see could "
-        "not have been left out without losing more than the tolerance; and the share that attention visits, in whole "
-        "blocks of 128 keys (64 in the GPU kernels), or everything where looking for windows would not pay.",
+        "not have been left out without losing more than the tolerance; and the share that attention visits, in "
+        "whole blocks of 128 keys (64 in the GPU kernels), or everything where looking for windows would not pay.",
         views,
         heads_table(found),
     )
@@ -200,9 +207,9 @@ def by_length(found: Values) -> Chart:
     return Chart(
         "visited",
         "Keys visited by length",
-        "The share of the keys in sight that attention visits in the first so many tokens of the text, over all layers: "
-        "of all heads together, and of a few from the steepest to the flattest penalty; and the share inside of "
-        "certified windows. In short texts, and for heads of which little could be skipped, attention visits everything.",
+        "The share of the keys in sight that attention visits in the first so many tokens of the text, over all "
+        "layers: of all heads together, and of a few from the steepest to the flattest penalty; and the share inside "
+        "of certified windows. In short texts, and for heads of which little could be skipped, attention visits everything.",
         views,
         Table(("layer", "head", "length", "visited", "can_see"), tuple(rows)),
         axes="xy",
@@ -239,7 +246,7 @@ def by_distance(found: Values) -> Chart:
         "How far attention looks",
         "The share of a query's attention that lies farther away than a distance, on average over the queries that have "
         "keys so far away. A line that stays high relies on far tokens; where it falls straight down nothing far "
-        "matters.",
+        "matters." + (" The dotted line marks the trained length." if views[0].layout["shapes"] else ""),
         views,
         Table(("layer", "head", "distance", "attention_beyond"), tuple(rows)),
         axes="xy",
@@ -324,8 +331,11 @@ def _notes(found: Values) -> str:
     """What a reader has to know before anything else."""
     if found["penalty"]:
         return ""
-    text = f"{found['position']} positions put no penalty on distance: every key in sight is visited, and no window is "
-    return f'<div class="problems" role="note">{escaped(text + "smaller than the text. What matters is measured all the same.")}</div>'
+    text = (
+        f"With {found['position']} positions, under which attention does not fade with distance in a way that could be "
+        "proved, no key can be left out: windows hold everything. What mattered is measured all the same."
+    )
+    return f'<div class="problems" role="note">{escaped(text)}</div>'
 
 
 def _places(found: Values) -> list[tuple[int, int]]:

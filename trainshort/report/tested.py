@@ -1,8 +1,8 @@
 """What was tested on what: figures over different tokens, data or dtypes never stand in one table.
 
 A record belongs to one `Tested`: the same tokens of the same split of the same data, in the same dtype. Each is shown
-on its own, with the runs that have records of it. A text that was scored to its end is one test for all tokenizers, in
-whatever dtype each model has: it is compared by bytes and words, where tokens differ.
+on its own, with the runs that have records of it. A text that was scored to its end is one test for all tokenizers,
+in whatever dtype each model has: it is compared by bytes and words, where tokens differ.
 """
 
 from __future__ import annotations
