@@ -42,7 +42,8 @@ class OpenedRun:
 def open_run(folder: str | Path, data: str | Path | None = None, text: str | Path | None = None) -> OpenedRun:
     """The run or public model in that folder, and what to test it on.
 
-    That is prepared data, a text file, the data it was trained on, or where that is not known the embedded text.
+    That is prepared data, a text file, or else the data that a run was trained on; for a public model, whose data nobody
+    has, the embedded text.
     """
     folder = Path(folder)
     if data is not None and text is not None:
@@ -50,7 +51,12 @@ def open_run(folder: str | Path, data: str | Path | None = None, text: str | Pat
     config = _config(folder)
     path = folder / "train.json"
     training = read_json(path, "evaluate takes a folder that train wrote") if path.exists() else {}
-    if data is None and text is None and "data" in training:
+    if data is None and text is None and is_ours(config):
+        if "data" not in training:
+            raise ValueError(
+                f"{folder} does not say on which data it was trained: name some with data (--data), or a text with "
+                "text (--text)"
+            )
         data = Fields(training, str(path), "name the data with data (--data)").text("data")
         if not Path(data).is_dir():
             raise FileNotFoundError(

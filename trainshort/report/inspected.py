@@ -209,7 +209,8 @@ def by_length(found: Values) -> Chart:
         "Keys visited by length",
         "The share of the keys in sight that attention visits in the first so many tokens of the text, over all "
         "layers: of all heads together, and of a few from the steepest to the flattest penalty; and the share inside "
-        "of certified windows. In short texts, and for heads of which little could be skipped, attention visits everything.",
+        "of certified windows. In short texts, and for heads of which little could be skipped, attention visits "
+        "everything.",
         views,
         Table(("layer", "head", "length", "visited", "can_see"), tuple(rows)),
         axes="xy",
@@ -244,9 +245,9 @@ def by_distance(found: Values) -> Chart:
     return Chart(
         "distance",
         "How far attention looks",
-        "The share of a query's attention that lies farther away than a distance, on average over the queries that have "
-        "keys so far away. A line that stays high relies on far tokens; where it falls straight down nothing far "
-        "matters." + (" The dotted line marks the trained length." if views[0].layout["shapes"] else ""),
+        "The share of a query's attention that lies farther away than a distance, on average over the queries that "
+        "have keys so far away. A line that stays high relies on far tokens; where it falls straight down nothing "
+        "far matters." + (" The dotted line marks the trained length." if views[0].layout["shapes"] else ""),
         views,
         Table(("layer", "head", "distance", "attention_beyond"), tuple(rows)),
         axes="xy",
@@ -276,8 +277,8 @@ def by_position(found: Values) -> Chart:
     return Chart(
         "positions",
         "Where in the text far tokens matter",
-        "By layer and position of the query, the distance within which 99% of its attention lies: bright places rely on "
-        "tokens that are far away.",
+        "By layer and position of the query, the distance within which 99% of its attention lies: bright places rely "
+        "on tokens that are far away.",
         views,
         Table(("layer", "head", "first_position", "last_position", "needed_mean"), tuple(rows)),
         listed=False,
@@ -292,16 +293,16 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
         "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of its "
         "attention reaches back to the key that is shown. Positions count tokens from 0."
         if found["causal"]
-        else "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of its "
-        "attention reaches to the key that is shown. Positions count tokens from 0."
+        else "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of "
+        "its attention reaches to the key that is shown. Positions count tokens from 0."
     )
     looks += table_html(looks_table(found), "The farthest looks") + download_html("looks", "Download as CSV")
     bound = f"<p>{escaped(bound_sentence(found))}</p>" + quiet.format(
-        "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's own, "
-        "or keys turned about their centre without getting longer, move the output by no more than the bound. Of each "
-        "layer: the largest part of any query's attention that was not visited, as measured; the diameter of the values, "
-        "from above; the bound, which is the tolerance times that; and the mean norm of what a head gives, for scale. "
-        "Rounding in the model's own dtype comes on top."
+        "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's "
+        "own, or keys turned about their centre without getting longer, move the output by no more than the bound. "
+        "Of each layer: the largest part of any query's attention that was not visited, as measured; the diameter of "
+        "the values, from above; the bound, which is the tolerance times that; and the mean norm of what a head "
+        "gives, for scale. Rounding in the model's own dtype comes on top."
     )
     bound += table_html(layers_table(found), "The bound of each layer") + download_html("layers", "Download as CSV")
     return [
@@ -332,8 +333,8 @@ def _notes(found: Values) -> str:
     if found["penalty"]:
         return ""
     text = (
-        f"With {found['position']} positions, under which attention does not fade with distance in a way that could be "
-        "proved, no key can be left out: windows hold everything. What mattered is measured all the same."
+        f"With {found['position']} positions, under which attention does not fade with distance in a way that could "
+        "be proved, no key can be left out: windows hold everything. What mattered is measured all the same."
     )
     return f'<div class="problems" role="note">{escaped(text)}</div>'
 
