@@ -27,7 +27,9 @@ def words_tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "words"])
 def test_bytes_and_words_of_a_text_add_up_whatever_the_tokens(kind: str, tmp_path: Path) -> None:
-    tokenizer = {"bytes": ByteTokenizer, "bpe": lambda: train_bpe(iter([TEXT]), 300), "words": words_tokenizer}[kind]()
+    tokenizer = {"bytes": ByteTokenizer, "bpe": lambda: train_bpe(iter([TEXT]), 300), "words": words_tokenizer}[
+        kind
+    ]()
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     found = plain_text(path, tokenizer)

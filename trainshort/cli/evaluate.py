@@ -36,8 +36,8 @@ class Flags(EvaluateConfig):
     text: str | None = field(
         default=None,
         metadata={
-            "help": "a text file instead, in tokens of the model's own tokenizer.json, scored to its end (default for "
-            "public models: the beginning of the Python library's source)",
+            "help": "a text file instead, in tokens of the model's own tokenizer.json, scored to its end (default "
+            "for public models: the beginning of the Python library's source)",
             "metavar": "FILE",
         },
     )

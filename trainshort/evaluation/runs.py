@@ -42,8 +42,8 @@ class OpenedRun:
 def open_run(folder: str | Path, data: str | Path | None = None, text: str | Path | None = None) -> OpenedRun:
     """The run or public model in that folder, and what to test it on.
 
-    That is prepared data, a text file, or else the data that a run was trained on; for a public model, whose data nobody
-    has, the embedded text.
+    That is prepared data, a text file, or else the data that a run was trained on; for a public model, whose data
+    nobody has, the embedded text.
     """
     folder = Path(folder)
     if data is not None and text is not None:
