@@ -198,9 +198,8 @@ def test_the_installed_program_fails_without_a_traceback() -> None:
     code = "import sys; from trainshort.cli.main import main; sys.exit(main())"
     result = subprocess.run([sys.executable, "-c", code, "evaluate", "nowhere"], capture_output=True, text=True)
     assert result.returncode == 1
-    assert (
-        result.stderr.strip() == "trainshort evaluate: nowhere: no such folder; evaluate takes one that train wrote"
-    )
+    what = "evaluate takes one that train wrote, or a public model's"
+    assert result.stderr.strip() == f"trainshort evaluate: nowhere: no such folder; {what}"
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -22,7 +22,7 @@ def test_it_is_the_share_of_blocks_that_windows_visit(position: str) -> None:
         model(tokens)
     assert len(seen) == 2
     visited = visible = 0
-    for q, k, bias in seen:
+    for q, k, _, bias in seen:
         for window in ts.certified_windows(q, k, bias=bias, scale=model.config.score_scale)[0].flatten(0, 1).tolist():
             visited += window[1] - window[0]
         visible += model.config.num_heads * sum(range(1, 13))

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from tests.report.made import change, make_run, make_runs, write
+from tests.report.test_inspected import found as inspected
 from trainshort.report.build import build_report
+from trainshort.report.inspected import build_inspection
 
 pytestmark = pytest.mark.slow
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -178,3 +180,23 @@ def test_injected_scripts_stay_text(browser: Any, tmp_path: Path) -> None:
     assert EVIL in [text.replace("\xa0", " ") for text in legend]
     assert found.messages == []
     assert len(found.requests) == 1
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_the_page_of_an_inspection(browser: Any, screen: str, tmp_path: Path) -> None:
+    path = build_inspection(inspected(), tmp_path, figures=False)
+    width, height, scheme = SCREENS[screen]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    found = Opened(context.new_page())
+    found.page.on("console", lambda message: found.messages.append(message.text))
+    found.page.on("pageerror", lambda error: found.messages.append(str(error)))
+    found.page.on("request", lambda request: found.requests.append(request.url))
+    found.page.goto(path.as_uri())
+    found.page.wait_for_selector("html[data-ready=true]")
+    found.page.wait_for_selector("#chart-positions .main-svg")
+    assert found.messages == []
+    assert found.requests == [path.as_uri()]
+    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert found.page.evaluate("window.hacked") is None
+    found.page.select_option("select[data-chart=heads]", index=3)
+    found.page.wait_for_function("document.getElementById('chart-heads').data[0].z[0][0] === 10")

@@ -18,14 +18,15 @@ from trainshort.common.messages import did_you_mean
 COMMANDS = {
     "prepare": "text files to tokens",
     "train": "train a model with any position method",
-    "evaluate": "perplexity of a run at any lengths",
+    "evaluate": "perplexity of a run or a public model at any lengths",
     "compare": "position methods side by side: train each, test each, print the table",
     "generate": "continue a text",
     "bench": "attention on this machine, beside what torch offers",
     "report": "one page, figures and tables from the files of runs",
+    "inspect": "what each head of a model can provably see of a text",
     "convert": "pickled weights of a public model to safetensors",
 }
-IMPORTING = ("train", "evaluate", "compare", "generate", "report")  # take --import
+IMPORTING = ("train", "evaluate", "compare", "generate", "inspect", "report")  # take --import
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table
   trainshort prepare book.txt --out data

@@ -91,9 +91,9 @@ def _scored(records: Sequence[Record]) -> str:
     notes = [f"{record['length']:,}: {record['skipped']}" for record in records if "skipped" in record]
     if done:
         record = done[0]
-        notes.insert(
-            0, f"every length scores the same {record['scored_tokens']:,} {record['split']} tokens, each once"
-        )
+        of = f" of {record['data_folder']}" if record["split"] == "text" else ""
+        kind = "" if record["split"] == "text" else f"{record['split']} "
+        notes.insert(0, f"every length scores the same {record['scored_tokens']:,} {kind}tokens{of}, each once")
         if any("kept" in each for each in done):
             notes.insert(
                 1, "kept: the part of all keys in sight that attention visits, the rest provably can't matter"

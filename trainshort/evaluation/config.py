@@ -30,7 +30,7 @@ class EvaluateConfig(Settings):
         metadata={"help": "tokens that each sliding window scores, its last ones (default: half its length)"},
     )
     split: Literal["validation", "train"] = field(
-        default="validation", metadata={"help": "part of the data to score"}
+        default="validation", metadata={"help": "part of prepared data to score"}
     )
     tokens: int | None = field(
         default=None,

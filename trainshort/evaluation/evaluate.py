@@ -16,10 +16,13 @@ import torch
 
 from trainshort.common.devices import device_for
 from trainshort.common.machine import Waiting
+from trainshort.common.reading import read_json
+from trainshort.data.plain import PlainText
+from trainshort.evaluation.about import about_model, check_same_model, is_ours, trained_length, weights_of
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
-from trainshort.evaluation.records import Record, add_record, figures, fingerprint, position_edges
+from trainshort.evaluation.records import Record, add_record, figures, position_edges
 from trainshort.evaluation.score import losses
 from trainshort.evaluation.windows import scored_span, windows
 from trainshort.models import LanguageModel, load
@@ -45,8 +48,13 @@ class Text:
     """The tokens of one split, and what is known of them."""
 
     tokens: np.ndarray[Any, Any]
-    source: Data | None
+    source: Data | PlainText | None
     split: str
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Of a text that other models make other tokens of."""
+        return self.source.tokenizer_identity if isinstance(self.source, PlainText) else None
 
     @cached_property
     def identity(self) -> str:
@@ -73,32 +81,44 @@ class Text:
         return self.source.words_of(*between), self.source.bytes_of(*between)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The folder whose evaluation.json records are put into, and what is said there of the model."""
+
+    folder: Path
+    weights: str
+    about: Record | None
+
+
 def evaluate(
     model: LanguageModel | str | Path,
-    data: Data | np.ndarray[Any, Any],
+    data: Data | PlainText | np.ndarray[Any, Any],
     config: EvaluateConfig,
     *,
+    out: str | Path | None = None,
     on_scored: Progress | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
     """One record for each length. With a run's folder, each is also put into its evaluation.json at once, where
     records of other data, windows, tokens, weights and dtypes stay.
 
-    data: TokenData, or an array of tokens, of which words and bytes are then not known. on_scored and on_record
-    are told of progress.
+    data: TokenData, a PlainText, which is scored to its end, or an array of tokens, of which words and bytes are then
+    not known. out: the folder for evaluation.json; None: a run's own, and of a public model nothing is written.
+    on_scored and on_record are told of progress.
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length to evaluate at")
     text = text_of(data, config.split)
-    first, last = scored_span(len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead)
-    folder = None if isinstance(model, LanguageModel) else Path(model)
+    first, last = scored_span(
+        len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead, to_the_end=text.tokenizer is not None
+    )
     network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
-    weights = None if folder is None else fingerprint(folder / "model.safetensors")
+    kept = None if isinstance(model, LanguageModel) else kept_in(Path(model), network, out)
     highest = int(np.asarray(text.tokens[first : last + 1]).max())
     if highest >= network.config.vocab_size:
         raise ValueError(
             f"the data has token {highest}, the model's vocabulary ends at {network.config.vocab_size - 1}: "
-            "evaluate a model on data prepared with its own tokenizer"
+            "evaluate a model on tokens of its own tokenizer"
         )
     training = network.training
     network.eval()
@@ -107,9 +127,9 @@ def evaluate(
         _warm_up(network, text, config)
         for length in config.lengths:
             record = _at_length(network, text, config, length, (first, last), on_scored)
-            if folder is not None and weights is not None:
-                record = {"model": weights} | record
-                add_record(folder, record, weights)
+            if kept is not None:
+                record = {"model": kept.weights} | record
+                add_record(kept.folder, record, kept.weights, kept.about)
             records.append(record)
             if on_record is not None:
                 on_record(record)
@@ -125,9 +145,24 @@ def loaded(folder: str | Path, dtype: str | None, device: str | None) -> Languag
     return model
 
 
-def text_of(data: Data | np.ndarray[Any, Any], split: str) -> Text:
+def kept_in(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | None:
+    config = read_json(folder / "config.json", "load takes the folder that holds config.json")
+    if out is None and not is_ours(config):
+        return None
+    place, weights = folder if out is None else Path(out), weights_of(folder)
+    if is_ours(config) and place.resolve() == folder.resolve():
+        return Kept(place, weights, None)
+    check_same_model(place, weights)
+    place.mkdir(parents=True, exist_ok=True)
+    about = about_model(folder, model.config.to_dict(), trained_length(folder, config), weights)
+    return Kept(place, weights, about)
+
+
+def text_of(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:
     if isinstance(data, np.ndarray):
         return Text(data, None, split)
+    if isinstance(data, PlainText):
+        return Text(data.tokens, data, "text")
     return Text(data.validation if split == "validation" else data.train, data, split)
 
 
@@ -150,13 +185,15 @@ def _at_length(
         "length": length,
         "mode": config.mode,
         "stride": stride,
-        "split": config.split,
+        "split": text.split,
         "first_token": first + 1,
         "end_token": last + 1,
         "data": text.identity,
         "data_folder": text.folder,
         "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
     }
+    if text.tokenizer is not None:
+        record |= {"tokenizer": text.tokenizer, "whole_text": (first, last) == (0, len(text.tokens) - 1)}
     limit = model.position.max_length
     if limit is not None and length > limit:
         reason = f"{model.config.position} positions end at {limit} tokens: there is nothing beyond to evaluate"

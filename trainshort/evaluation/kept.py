@@ -38,7 +38,7 @@ def kept_keys(model: LanguageModel, tokens: Tensor, chunk: int) -> dict[str, Any
         last = torch.arange(start, end, BLOCK).add(BLOCK).clamp(max=end)  # one past the last query of each block
         visible += int((-(-last // BLOCK)).sum())
         blocks += len(last)
-        for layer, (q, _, bias) in enumerate(seen):
+        for layer, (q, _, _, bias) in enumerate(seen):
             found = certified_windows(
                 q,
                 cache.keys[layer][:, :, :end],

@@ -28,13 +28,17 @@ def key_of(record: Record) -> tuple[Any, ...]:
     return tuple(each if isinstance(each, (str, int)) else repr(each) for each in values)  # files may hold anything
 
 
-def add_record(folder: Path, record: Record, model: str) -> None:
-    """Put a record, measured with the weights `model`, into the folder's file, in place of one of the same."""
+def add_record(folder: Path, record: Record, model: str, about: Record | None = None) -> None:
+    """Put a record, measured with the weights `model`, into the folder's file, in place of one of the same.
+
+    about: what a report needs to know of a model whose own files lie in another folder (about.py).
+    """
     record = {"model": model} | record
     kept = {key_of(each): each for each in read_records(folder)}
     kept[key_of(record)] = record
     ordered = sorted(kept.values(), key=lambda each: (each["mode"], each["length"], each["stride"]))
-    write_json(folder / NAME, {"format": FORMAT, "version": VERSION, "records": ordered})
+    described = {} if about is None else {"about": about}
+    write_json(folder / NAME, {"format": FORMAT, "version": VERSION, **described, "records": ordered})
 
 
 def read_records(folder: Path, model: str | None = None) -> list[Record]:

@@ -43,10 +43,13 @@ def windows(first: int, last: int, length: int, stride: int) -> Iterator[Window]
         scored = end
 
 
-def scored_span(tokens: int, lengths: Sequence[int], *, limit: int | None = None, lead: int = 0) -> tuple[int, int]:
+def scored_span(
+    tokens: int, lengths: Sequence[int], *, limit: int | None = None, lead: int = 0, to_the_end: bool = False
+) -> tuple[int, int]:
     """The places that every length scores, of a text of this many tokens: whole windows of the longest length.
 
-    limit: at most this many places. lead: places before the first, as context.
+    limit: at most this many places. lead: places before the first, as context. to_the_end: where there is no limit,
+    score the rest as well, in a shorter window, so that other tokenizers score the same text.
     """
     if tokens == 0:
         raise ValueError(
@@ -63,6 +66,6 @@ def scored_span(tokens: int, lengths: Sequence[int], *, limit: int | None = None
             f"{what} are too few for windows of {longest:,} tokens and the one that comes after: "
             "choose shorter lengths, or score more text"
         )
-    if count >= longest:
+    if count >= longest and not (to_the_end and limit is None):
         count -= count % longest
     return lead, lead + count

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainshort.models.language_model import LanguageModel
+from trainshort.models.model import Model
 from trainshort.ops import certified_windows
 from trainshort.ops.bias import Bias
 from trainshort.ops.problem import BLOCK
@@ -20,10 +21,11 @@ class Attended(NamedTuple):
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, Hkv, T, D]: of the new tokens, where there is a cache
+    v: Tensor  # like k
     bias: Bias | None
 
 
-def may_skip(model: LanguageModel) -> bool:
+def may_skip(model: Model) -> bool:
     """Whether the bias of the model's layers is one under which keys can be skipped."""
     bias = model.position.bias()
     return model.config.has_gates or (bias is not None and bias.certifiable)
@@ -42,7 +44,7 @@ def share_of_keys(model: LanguageModel, tokens: Tensor) -> float | None:
     blocks = -(-tokens.shape[1] // BLOCK)
     visible = len(seen) * model.config.num_heads * blocks * (blocks + 1) // 2
     scale = model.config.score_scale
-    windows = torch.stack([certified_windows(q, k, bias=bias, scale=scale, block=BLOCK) for q, k, bias in seen])
+    windows = torch.stack([certified_windows(q, k, bias=bias, scale=scale, block=BLOCK) for q, k, _, bias in seen])
     return int((windows[..., 1] - windows[..., 0]).sum()) / visible
 
 
@@ -50,22 +52,29 @@ def share_of_keys(model: LanguageModel, tokens: Tensor) -> float | None:
 def attended(model: LanguageModel) -> Iterator[list[Attended]]:
     """Collects what the attention of each layer compares, as long as the context is open."""
     seen: list[Attended] = []
+    with watched(model, seen.append):
+        yield seen
+
+
+@contextlib.contextmanager
+def watched(model: Model, look: Callable[[Attended], None]) -> Iterator[None]:
+    """Shows `look` what the attention of each layer compares, layer after layer, as long as the context is open."""
     layers = [block.attention for block in model.trunk.blocks]
 
     def watch(layer: Any) -> None:
         attend = layer.attend
 
-        def watched(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Any) -> Tensor:
-            seen.append(Attended(q, k, bias))
+        def attend_watched(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Any) -> Tensor:
+            look(Attended(q, k, v, bias))
             out: Tensor = attend(q, k, v, bias, context)
             return out
 
-        layer.__dict__["attend"] = watched  # before the method of the class
+        layer.__dict__["attend"] = attend_watched  # before the method of the class
 
     for layer in layers:
         watch(layer)
     try:
-        yield seen
+        yield
     finally:
         for layer in layers:
             del layer.__dict__["attend"]

@@ -46,18 +46,22 @@ SHORT = 1024  # keys of a row
 HUGE = 1e300  # stands for an infinite bound: above every threshold, and safe to add to
 
 
-def certified_blocks(problem: Problem, block: int = BLOCK) -> Tensor:
-    """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2]."""
+def certified_blocks(problem: Problem, block: int = BLOCK, *, every_head: bool = False) -> Tensor:
+    """First and one-past-last key block for each query block: int32 [B, H, ceil(Tq / block), 2].
+
+    every_head: look at heads too for which that would not pay, to know what can be proved of them.
+    """
     if problem.q.device.type == "mps":  # has no float64, which the tables need
-        return certified_blocks(problem.to("cpu"), block).to(problem.q.device)
+        return certified_blocks(problem.to("cpu"), block, every_head=every_head).to(problem.q.device)
     with torch.autocast(problem.q.device.type, enabled=False):
-        return _certified_blocks(problem, block)
+        return _certified_blocks(problem, block, every_head)
 
 
-def _certified_blocks(problem: Problem, block: int) -> Tensor:
+def _certified_blocks(problem: Problem, block: int, every_head: bool) -> Tensor:
     low, high = visible_blocks(problem, block)  # [B, H, query blocks]
     empty = high <= low
-    heads = promising_heads(problem, block)
+    every_head = every_head and problem.may_skip and min(problem.q.shape[2], problem.k.shape[2]) > 0
+    heads = slice(0, problem.q.shape[1]) if every_head else promising_heads(problem, block)
     if heads is not None:
         first, last = _in_splits(problem.part(slice(None), heads), block)
         low, high = low.clone(), high.clone()

@@ -61,7 +61,7 @@ def build_report(
     if not found.runs:
         named = "; ".join(f"{each.path}: {each.what}" for each in found.problems[:3])
         raise ValueError(f"there is no run to report on ({named or 'no paths were given'})")
-    plotly = _plotly(figures)
+    plotly = plotly_js(figures)
     content, text = _fitting(found, title, names, plotly)
     charts_and_tables = content_of(found, title=title, names=names)  # in files nothing is left out
     files = {f"tables/{each.id}.csv": each.table.csv.encode() for each in charts_and_tables.charts if each.table}
@@ -75,7 +75,7 @@ def build_report(
             files |= {f"figures/{name}": data for name, data in drawn(chart, dots)}
     files[PAGE] = text.encode("utf-8")
     out = Path(out)
-    written = _write(out, files)
+    written = write_files(out, files)
     _remove_old(out, files)
     problems = [*content.warnings, *(f"{each.path}: {each.what}" for each in content.problems)]
     return Report(out / PAGE, written, len(found.runs), problems)
@@ -109,17 +109,22 @@ def content_of(
         shown += drawn
         tables += [] if listed is None else [listed]
     limit = max(20, min(300, places // len(found.runs)))
+    trained_here = any(not run.about for run in found.runs)  # of others, how they were trained is not known
     curves = [(method, each) for method in methods for run in method.runs if (each := curve(run, limit)) is not None]
     if curves:
         before_cost = next((place for place, chart in enumerate(shown) if chart.name == "cost"), len(shown))
         shown.insert(before_cost, charts.training(curves))
-    else:
+    elif trained_here:
         missing["Training curves"] = "No run has a metrics.jsonl that could be read."
     if not tables:
         missing["Train short, test long"] = "No run has perplexities: trainshort evaluate RUN makes them."
-    if not any(run.samples for run in found.runs):
+    if trained_here and not any(run.samples for run in found.runs):
         missing["Samples"] = "No run has a samples.json, a list of objects with a prompt and a text."
-    about = f"{len(found.runs)} {'run' if len(found.runs) == 1 else 'runs'} of {', '.join(m.label for m in methods)}"
+    what = "run" if trained_here else "model"
+    separator = "; " if any("," in method.label for method in methods) else ", "
+    of = " of " if trained_here else ": "
+    names_shown = separator.join(method.label for method in methods)
+    about = f"{len(found.runs)} {what}{'s' * (len(found.runs) != 1)}{of}{names_shown}"
     made = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Content(
         title=title or "Train short, test long",
@@ -145,31 +150,32 @@ def _of_test(
     if main is None:
         return [], None
     on = f", on {test.name}" if test.name else ""
-    tokens = f"{test.tokens:,} tokens of {test.name}" if test.name else f"{test.tokens:,} tokens"
-    how = f"the same {tokens}, each scored once, in {main} windows"
+    how = f"{test.scored}, in {main} windows"
     every_figure = _with_test(extrapolation_table(here, protocols, protocols.names), test)
-    drawn = [charts.extrapolation(here, protocols, main, every_figure, how)]
+    drawn = [charts.extrapolation(here, protocols, main, every_figure, how, test.figure)]
     if len(protocols.names) > 1:
-        drawn.append(charts.against_sliding(here, protocols, every_figure))
+        drawn.append(charts.against_sliding(here, protocols, every_figure, test.figure))
     elif test.number == 1:
         other = "--mode sliding" if main == "nonoverlapping" else "--mode nonoverlapping"
         missing["Nonoverlapping against sliding windows"] = (
-            f"These tokens were scored in {main} windows only: trainshort evaluate RUN {other} --tokens "
-            f"{test.tokens} adds the others."
+            f"These tokens were scored in {main} windows only: trainshort evaluate RUN {other} {test.how_again} adds "
+            "the others."
         )
     lengths = {record["length"] for run in test.runs for record in run.records if protocols.of(record) == main}
-    drawn.append(charts.by_position(here, protocols, main, sorted(lengths)))
+    drawn.append(charts.by_position(here, protocols, main, sorted(lengths), test.figure))
     drawn.append(charts.cost(here, protocols, main, _machine(test.runs)))
     drawn += _heads(here, protocols, main, complete)
     drawn = [replace(chart, title=chart.title + on, suffix=test.suffix) for chart in drawn if chart.views]
     if not any(chart.name == "extrapolation" for chart in drawn):
         return drawn, None
+    name = "Perplexity per token" if test.same_tokens else "Bits per byte"
     sentence = (
-        f"Perplexity per token over {how}, by test length; below each its ratio to the value at the training "
+        f"{name} over {how}, by test length; below each its ratio to the value at the training "
         "length L; the best of each length is marked."
     )
-    table = perplexities(here, protocols, main)
-    return drawn, Listed(table, f"Perplexity by test length{on}", sentence, test.suffix)
+    table = perplexities(here, protocols, main, test.figure)
+    title = f"{'Perplexity' if test.same_tokens else 'Bits per byte'} by test length{on}"
+    return drawn, Listed(table, title, sentence, test.suffix)
 
 
 def _heads(methods: Sequence[Method], protocols: Protocols, main: str, complete: bool) -> list[Chart]:
@@ -237,6 +243,9 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
             warnings.append(
                 f"Not all seeds were tested{on}, and means are over those that were: {'; '.join(missing)}."
             )
+        if len(dtypes := test.dtypes()) > 1:
+            listed = "; ".join(f"{', '.join(names)} in {dtype}" for dtype, names in dtypes.items())
+            warnings.append(f"Not all were tested in the same dtype: {listed}.")
     trained: dict[str, list[str]] = {}
     for run in runs:
         if run.data is not None:
@@ -244,7 +253,11 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
     if len(trained) > 1:
         groups = "; ".join(", ".join(names) for names in trained.values())
         warnings.append(f"The runs were trained on different data, which may have different tokens: {groups}.")
-    counts = {method.label: len(method.runs) for method in methods if any(run.records for run in method.runs)}
+    counts = {
+        method.label: len(method.runs)
+        for method in methods
+        if any(run.records for run in method.runs) and not method.runs[0].about
+    }
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{label} {count}" for label, count in counts.items())
         warnings.append(f"The methods have different numbers of seeds: {listed}.")
@@ -256,7 +269,7 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
     return warnings
 
 
-def _plotly(figures: bool) -> str:
+def plotly_js(figures: bool) -> str:
     """The text of plotly.js; both packages are looked for before any work is done."""
     try:
         from plotly.offline import get_plotlyjs
@@ -270,7 +283,7 @@ def _plotly(figures: bool) -> str:
     return str(get_plotlyjs())
 
 
-def _write(out: Path, files: dict[str, bytes]) -> list[Path]:
+def write_files(out: Path, files: dict[str, bytes]) -> list[Path]:
     """The page comes last: once it is there, all that belongs to it is."""
     written = []
     for name, content in files.items():

@@ -14,6 +14,19 @@ from trainshort.report.series import Curve, Point, Protocols, loss_by_position, 
 from trainshort.report.tables import Table
 
 Plot = dict[str, Any]
+FIGURES = {
+    "perplexity": "perplexity per token",
+    "perplexity_per_word": "perplexity per word",
+    "bits_per_byte": "bits per byte",
+}
+OTHER_TOKENS = (
+    "These models have different tokenizers: lengths are in tokens of each, figures are per byte and per word of the "
+    "same text. Figures per token can't be compared between them; the CSV file has them."
+)
+OTHER_LOSSES = (
+    "These models have different tokenizers: the heights of their lines, which are per token, can't be compared, "
+    "only whether each rises or falls."
+)
 MACHINE = ("device", "threads")  # speed and memory are means over runs that were tested on the same
 
 
@@ -115,36 +128,36 @@ def by_length(
     layout = {
         "xaxis": axis("test length in tokens", "log", sorted(lengths)),
         "yaxis": axis(title, kind) | ({"rangemode": "tozero"} if from_zero else {}),
-        "shapes": [_trained_at(length) for length in sorted({method.length or 0 for method in methods}) if length],
+        "shapes": [trained_at(length) for length in sorted({method.length or 0 for method in methods}) if length],
     }
     return View(title, traces, layout)
 
 
-def extrapolation(methods: Sequence[Method], protocols: Protocols, protocol: str, table: Table, how: str) -> Chart:
-    names = (
-        ("perplexity", "perplexity per token"),
-        ("perplexity_per_word", "perplexity per word"),
-        ("bits_per_byte", "bits per byte"),
-    )
+def extrapolation(
+    methods: Sequence[Method], protocols: Protocols, protocol: str, table: Table, how: str, figure: str
+) -> Chart:
+    """figure: what is compared; where that is bits per byte, tokens differ, and figures per token are left out."""
+    names = list(FIGURES.items()) if figure == "perplexity" else list(FIGURES.items())[:0:-1]
     views = [by_length(methods, protocols, protocol, name, title) for name, title in names]
     seeds = max((len(method.runs) for method in methods), default=1)
     bars = "; bars are one standard deviation over seeds" if seeds > 1 else ""
     return Chart(
         "extrapolation",
         "Train short, test long",
-        f"Perplexity (lower is better) by the length of the windows that a trained model is tested on, each over "
-        f"{how}; dotted lines mark training lengths{bars}.",
+        f"{'Perplexity' if figure == 'perplexity' else 'Bits per byte'} (lower is better) by the length of the "
+        f"windows that a trained model is tested on, each over {how}; dotted lines mark training lengths{bars}.",
         [view for view in views if view is not None],
         table,
         axes="xy",
+        notes=[] if figure == "perplexity" else [OTHER_TOKENS],
     )
 
 
-def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Table) -> Chart:
+def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Table, figure: str) -> Chart:
     traces, lengths = [], set[int]()
     for place, protocol in enumerate(protocols.names):
         for method in methods:
-            values = [each for each in points(method, protocols, protocol, "perplexity") if each.mean is not None]
+            values = [each for each in points(method, protocols, protocol, figure) if each.mean is not None]
             if values:
                 lengths |= {each.length for each in values}
                 trace = line(method, [each.length for each in values], [_round(each.mean) for each in values])
@@ -155,7 +168,7 @@ def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Tabl
                 traces.append(with_deviation(trace, values))
     layout = {
         "xaxis": axis("test length in tokens", "log", sorted(lengths)),
-        "yaxis": axis("perplexity per token", "log"),
+        "yaxis": axis(FIGURES[figure], "log"),
     }
     return Chart(
         "sliding",
@@ -163,13 +176,15 @@ def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Tabl
         "The same models with windows side by side, where the first tokens of each have little context, and with "
         "windows that overlap so that every token has much: the part of a gain that sliding windows do not show is "
         "only the early token curse.",
-        [View("perplexity per token", traces, layout)],
+        [View(FIGURES[figure], traces, layout)],
         table,
         axes="xy",
     )
 
 
-def by_position(methods: Sequence[Method], protocols: Protocols, protocol: str, lengths: Sequence[int]) -> Chart:
+def by_position(
+    methods: Sequence[Method], protocols: Protocols, protocol: str, lengths: Sequence[int], figure: str
+) -> Chart:
     views, rows = [], []
     for length in sorted(lengths, reverse=True):
         traces = []
@@ -194,6 +209,7 @@ def by_position(methods: Sequence[Method], protocols: Protocols, protocol: str, 
         Table(columns, tuple(rows)),
         axes="xy",
         listed=False,
+        notes=[] if figure == "perplexity" else [OTHER_LOSSES],
     )
 
 
@@ -271,7 +287,7 @@ def _loaded(method: Method, protocols: Protocols, protocol: str) -> list[str]:
     return [f"{method.label} at {', '.join(found)}: {what}."] if found else []
 
 
-def _trained_at(length: int) -> Plot:
+def trained_at(length: int) -> Plot:
     return {
         "type": "line",
         "x0": length,

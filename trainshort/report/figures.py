@@ -14,6 +14,8 @@ MARKERS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X", "star": "*",
     "hexagon": "h",
 }  # fmt: skip
+# Of the chart of an inspection.
+HEAD_FIGURES = ("can_see", "reach", "farthest", "needed", "most_needed", "mattered", "visited")
 MOST_INSIDE = 5  # entries of a legend; larger ones stand above the axes
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 STYLE: dict[Any, Any] = {
@@ -48,7 +50,9 @@ def _chosen(chart: Chart) -> list[tuple[str, View]]:
         for view in chart.views:
             kinds.setdefault(view.name.split(",")[0].split(" ")[0], view)
         return [("kept" if kind == "fraction" else f"kept_{kind}", view) for kind, view in kinds.items()]
-    if chart.name in ("loss_by_position", "bias"):
+    if chart.name == "heads":
+        return [(f"heads_{name}", view) for name, view in zip(HEAD_FIGURES, chart.views, strict=True)]
+    if chart.name in ("loss_by_position", "bias", "visited", "distance", "positions"):
         return [(chart.name, chart.views[0])]
     found = [(suffixes.get(view.name, ""), view) for view in chart.views]
     return [(f"{chart.name}_{suffix}" if suffix else chart.name, view) for suffix, view in found]

@@ -27,7 +27,7 @@ def kept(seen: Sequence[Seen]) -> Chart:
             values = getattr(each, name)
             if values is not None:
                 label = f"{title}, tested at {each.length:,}" + (f", {each.method.label}" if several else "")
-                views.append(View(label, [_heat(values, name == "kept", unit)], _grid_layout(values)))
+                views.append(View(label, [heat(values, name == "kept", unit)], grid_layout(values)))
     for each in ordered:
         for layer, row in enumerate(each.kept):
             for head, value in enumerate(row):
@@ -82,7 +82,7 @@ def bias(seen: Sequence[Seen]) -> Chart | None:
     )
 
 
-def _heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any]:
+def heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any]:
     heads = [str(head + 1) for head in range(len(values[0]))]
     layers = [str(layer + 1) for layer in range(len(values))]
     trace: dict[str, Any] = {
@@ -103,7 +103,7 @@ def _heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any
     return trace
 
 
-def _grid_layout(values: list[list[float]]) -> dict[str, Any]:
+def grid_layout(values: list[list[float]]) -> dict[str, Any]:
     return {
         "xaxis": axis("head") | {"type": "category"},
         "yaxis": axis("layer") | {"type": "category", "autorange": "reversed"},

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainshort.report.reading import UNKNOWN, Run
+from trainshort.report.reading import Run
 from trainshort.report.text import clean
 
 NAMES = {
@@ -57,18 +57,18 @@ def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[
     for run in runs:  # where only one text is known, runs that cannot say theirs were trained on it
         data = next(iter(known)) if len(known) == 1 else run.data
         together.setdefault(_key(run, data), []).append(run)
-    positions = list(dict.fromkeys(run.position for run in runs))
-    groups = sorted(together.values(), key=lambda group: (positions.index(group[0].position), group[0].length or 0))
+    kinds = list(dict.fromkeys(run.kind for run in runs))
+    groups = sorted(together.values(), key=lambda group: (kinds.index(group[0].kind), group[0].length or 0))
     labels = _labels(groups, {**(names or {}), **NAMES})
     lengths = sorted({group[0].length or 0 for group in groups})
-    colors = _colors(positions)
+    colors = _colors(kinds)
     used: dict[tuple[str, int | None], int] = {}
     methods = []
     for group, label in zip(groups, labels, strict=True):
         first = group[0]
-        color = colors[first.position]
-        again = used.setdefault((first.position, first.length), 0)
-        used[first.position, first.length] += 1
+        color = colors[first.kind]
+        again = used.setdefault((first.kind, first.length), 0)
+        used[first.kind, first.length] += 1
         methods.append(
             Method(
                 label,
@@ -94,11 +94,11 @@ def _telling(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.train.items() if key not in INCIDENTAL | extended}
 
 
-def _colors(positions: list[str]) -> dict[str, int]:
+def _colors(kinds: list[str]) -> dict[str, int]:
     """Known methods have the same colour in every report; others take what is free."""
-    chosen = {name: PREFERRED[name] for name in positions if name in PREFERRED}
+    chosen = {name: PREFERRED[name] for name in kinds if name in PREFERRED}
     free = [place for place in range(len(COLORS)) if place not in chosen.values()] or [len(COLORS) - 1]
-    others = [name for name in positions if name not in PREFERRED]
+    others = [name for name in kinds if name not in PREFERRED]
     return chosen | {name: free[place % len(free)] for place, name in enumerate(others)}
 
 
@@ -108,7 +108,7 @@ def _labels(groups: list[list[Run]], names: Mapping[str, str]) -> list[str]:
     labels = []
     for group in groups:
         run = group[0]
-        label = run.name if run.position == UNKNOWN else names.get(run.position, run.position)
+        label = names.get(run.kind, run.kind) if run.kind == run.position else run.name
         if several and run.length is not None:
             label += f", L = {run.length:,}"
         labels.append(label)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,26 +51,46 @@ class Content:
     with_configs: bool = True
 
 
+@dataclass(frozen=True)
+class Section:
+    name: str
+    title: str
+    inner: str  # HTML
+
+
 def page(content: Content, plotly: str) -> str:
-    """The whole HTML; `plotly` is the text of plotly.js."""
-    script = _script_text((ASSETS / "page.js").read_text(encoding="utf-8"))
-    plotly = _script_text(plotly)
+    """The whole HTML of a report; `plotly` is the text of plotly.js."""
     tables = {chart.id: chart.table.csv for chart in content.charts if chart.table is not None}
     tables["runs"] = content.about_runs.csv
+    header = _problems(content) + _switches(content.methods)
+    return document((content.title, content.subtitle), header, _sections(content), content.charts, tables, plotly)
+
+
+def document(
+    heading: tuple[str, str],
+    header: str,
+    sections: Sequence[Section],
+    drawn: Sequence[Chart],
+    tables: Mapping[str, str],
+    plotly: str,
+) -> str:
+    """One HTML file. heading: title and subtitle. header: HTML. tables: CSV files that can be downloaded, by name."""
+    title, subtitle = heading
+    script = _script_text((ASSETS / "page.js").read_text(encoding="utf-8"))
+    plotly = _script_text(plotly)
     shown = [
         {"name": chart.id, "views": [{"traces": each.traces, "layout": each.layout} for each in chart.views]}
-        for chart in content.charts
+        for chart in drawn
     ]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
     )
-    sections = _sections(content)
-    links = "".join(f'<li><a href="#{name}">{escaped(title)}</a></li>' for name, title, _ in sections)
+    links = "".join(f'<li><a href="#{each.name}">{escaped(each.title)}</a></li>' for each in sections)
     body = "\n".join(
-        f'<section id="{name}" aria-labelledby="{name}-title">'
-        f'<h2 id="{name}-title">{escaped(title)}</h2>{inner}</section>'
-        for name, title, inner in sections
+        f'<section id="{each.name}" aria-labelledby="{each.name}-title">'
+        f'<h2 id="{each.name}-title">{escaped(each.title)}</h2>{each.inner}</section>'
+        for each in sections
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -80,7 +100,7 @@ def page(content: Content, plotly: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<title>{escaped(content.title)}</title>
+<title>{escaped(title)}</title>
 <link rel="icon" href="data:,">
 <style>
 {(ASSETS / "page.css").read_text(encoding="utf-8")}</style>
@@ -88,17 +108,16 @@ def page(content: Content, plotly: str) -> str:
 <body>
 <a class="skip" href="#content">Skip to the content</a>
 <header>
-<h1>{escaped(content.title)}</h1>
-<p class="quiet">{escaped(content.subtitle)}</p>
+<h1>{escaped(title)}</h1>
+<p class="quiet">{escaped(subtitle)}</p>
 <nav aria-label="Sections"><ul>{links}</ul></nav>
-{_problems(content)}
-{_switches(content.methods)}
+{header}
 <noscript><p class="problems">The charts need JavaScript; the tables below do not.</p></noscript>
 </header>
 <main id="content">
 {body}
 </main>
-<script type="application/json" id="report-data">{json_for_page({"charts": shown, "tables": tables})}</script>
+<script type="application/json" id="report-data">{json_for_page({"charts": shown, "tables": dict(tables)})}</script>
 <script>{plotly}</script>
 <script>{script}</script>
 </body>
@@ -106,35 +125,35 @@ def page(content: Content, plotly: str) -> str:
 """
 
 
-def _sections(content: Content) -> list[tuple[str, str, str]]:
-    """Name, title and inner HTML, in the order of the page."""
+def _sections(content: Content) -> list[Section]:
+    """In the order of the page."""
     sections = []
     for chart in content.charts:
-        sections.append((chart.id, chart.title, _figure(chart)))
+        sections.append(Section(chart.id, chart.title, figure_html(chart)))
         for listed in content.tables:
             if chart.name == "extrapolation" and chart.suffix == listed.suffix:
-                sections.append((f"perplexities{listed.suffix}", listed.title, _listed(listed)))
+                sections.append(Section(f"perplexities{listed.suffix}", listed.title, _listed(listed)))
     for number, (title, reason) in enumerate(content.missing.items()):
-        sections.append((f"missing-{number}", title, f'<p class="quiet">{escaped(reason)}</p>'))
+        sections.append(Section(f"missing-{number}", title, f'<p class="quiet">{escaped(reason)}</p>'))
     told = [run for run in content.runs if run.samples]
     samples = "".join(_samples(run, is_open=run is told[0]) for run in told)
     if samples:
         sentence = "Texts that the models generated, as their samples.json holds them; the prompt is the paler part."
-        sections.append(("samples", "Samples", f'<p class="quiet">{sentence}</p>{samples}'))
+        sections.append(Section("samples", "Samples", f'<p class="quiet">{sentence}</p>{samples}'))
     configs = "".join(map(_config, content.runs)) if content.with_configs else ""
     about = '<p class="quiet">Every run of this report with its seed, versions and cost, from its own files.</p>'
-    inner = about + table_html(content.about_runs, "Runs") + _download("runs", "Download as CSV") + configs
-    sections.append(("runs", "Runs, seeds, versions and configs", inner))
+    inner = about + table_html(content.about_runs, "Runs") + download_html("runs", "Download as CSV") + configs
+    sections.append(Section("runs", "Runs, seeds, versions and configs", inner))
     return sections
 
 
 def _listed(listed: Listed) -> str:
     inner = f'<p class="quiet">{escaped(listed.sentence)}</p>' + _perplexities(listed)
     inner += "".join(f'<p class="quiet">– {escaped(note)}</p>' for note in listed.perplexities.notes)
-    return inner + _download(f"extrapolation{listed.suffix}", "Download all figures as CSV")
+    return inner + download_html(f"extrapolation{listed.suffix}", "Download all figures as CSV")
 
 
-def _figure(chart: Chart) -> str:
+def figure_html(chart: Chart) -> str:
     tools = ""
     if len(chart.views) > 1:
         options = "".join(
@@ -171,7 +190,7 @@ def _perplexities(listed: Listed) -> str:
     return _scroll(
         listed.title,
         f'<table id="perplexity-table{listed.suffix}">'
-        '<caption class="hidden">Perplexity per token by test length</caption>'
+        f'<caption class="hidden">{escaped(listed.title)}</caption>'
         f'<thead><tr><th scope="col" class="text">method</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>",
     )
@@ -210,7 +229,7 @@ def _scroll(title: str, inner: str) -> str:
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escaped(title)}">{inner}</div>'
 
 
-def _download(name: str, label: str) -> str:
+def download_html(name: str, label: str) -> str:
     return f'<p class="tools">{_download_button(name, label)}</p>'
 
 

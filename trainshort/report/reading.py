@@ -1,7 +1,8 @@
 """From paths to runs, tolerantly: what cannot be read is named, and everything else is used.
 
-A path may be the folder of a run, a folder of such folders (what compare leaves), or a comparison.json, whose runs
-stand in for folders that are not there any more.
+A path may be the folder of a run, a folder of such folders (what compare leaves), a comparison.json, whose runs
+stand in for folders that are not there any more, or the figures of a model whose own files lie elsewhere: its
+evaluation.json says itself of which model it is.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ class Run:
     records: list[Values] = field(default_factory=list)
     samples: list[Values] = field(default_factory=list)
     trainshort: str | None = None
+    about: Values = field(default_factory=dict)  # what evaluation.json says of a model that is no run of ours
+
+    @property
+    def kind(self) -> str:
+        """What it is called and coloured by: runs by their position method, other models by their name."""
+        return self.name if self.about or self.position == UNKNOWN else self.position
 
     @property
     def position(self) -> str:
@@ -54,7 +61,7 @@ class Run:
     @property
     def length(self) -> int | None:
         """That it was trained at."""
-        return whole(self.train.get("length"))
+        return whole(self.train.get("length", self.about.get("length")))
 
     @property
     def seed(self) -> int | None:
@@ -105,7 +112,7 @@ def read_runs(paths: Iterable[str | Path]) -> Found:
     asked = {path.resolve() for path in map(Path, paths)}
     for resolved, folder in folders.items():
         try:
-            found.runs.append(_run(folder, compared.get(resolved, {}), found))
+            found.runs += _read(folder, compared.get(resolved, {}), found)
         except OSError as error:
             found.problem(folder, f"cannot be read ({error.strerror}): left out")
     for resolved, entry in compared.items():
@@ -138,6 +145,30 @@ def _sort_out(path: Path, folders: dict[Path, Path], comparisons: dict[Path, Pat
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def _read(folder: Path, compared: Values, found: Found) -> list[Run]:
+    """The run in a folder, or the figures there of another model; none of a model that has no figures."""
+    if (folder / "train.json").exists():
+        return [_run(folder, compared, found)]
+    path = folder / "evaluation.json"
+    if path.is_file():
+        about = mapping(mapping(_json(path, Found(), "")).get("about"))  # _records names what is wrong with the file
+        return [_elsewhere(path, about, found) if about else _run(folder, compared, found)]
+    config = mapping(_json(folder / "config.json", Found(), ""))
+    if config and "format" not in config:
+        what = "a model without figures: trainshort evaluate makes some, and says in which folder; name that one"
+        found.problem(folder, what)
+        return []
+    return [_run(folder, compared, found)]
+
+
+def _elsewhere(path: Path, about: Values, found: Found) -> Run:
+    """A model of which nothing is known but its figures and what stands beside them."""
+    run = Run(clean(str(about.get("name") or path.parent.resolve().name)), clean(str(path.parent)), about=about)
+    run.model = mapping(about.get("model"))
+    run.records = _records(path, run, found)
+    return run
 
 
 def _run(folder: Path, compared: Values, found: Found) -> Run:
@@ -264,7 +295,7 @@ def _of_its_weights(records: list[Values], path: Path, run: Run, found: Found) -
 
 def _weights(folder: Path, run: Run, records: Sequence[Values]) -> str | None:
     """The sha256 of the weights of a run; None where nobody asks, because all records are of the same."""
-    weights = mapping(mapping(run.state.get("files")).get("model")).get("sha256")
+    weights = run.about.get("weights") or mapping(mapping(run.state.get("files")).get("model")).get("sha256")
     if isinstance(weights, str):
         return weights
     if len({each["model"] for each in records}) < 2 or not (folder / "model.safetensors").is_file():

@@ -68,8 +68,11 @@ class Perplexities:
         return [f"{label} at {', '.join(lengths)}: {reason}" for (label, reason), lengths in reasons.items()]
 
 
-def perplexities(methods: Sequence[Method], protocols: Protocols, protocol: str) -> Perplexities:
-    by_method = [points(method, protocols, protocol, "perplexity") for method in methods]
+def perplexities(
+    methods: Sequence[Method], protocols: Protocols, protocol: str, figure: str = "perplexity"
+) -> Perplexities:
+    """Or another figure by length."""
+    by_method = [points(method, protocols, protocol, figure) for method in methods]
     tested = [(method, values) for method, values in zip(methods, by_method, strict=True) if values]
     lengths = tuple(sorted({each.length for _, values in tested for each in values}))
     best = best_at([values for _, values in tested])

@@ -1,7 +1,8 @@
 """What was tested on what: figures over different tokens, data or dtypes never stand in one table.
 
 A record belongs to one `Tested`: the same tokens of the same split of the same data, in the same dtype. Each is shown
-on its own, with the runs that have records of it.
+on its own, with the runs that have records of it. A text that was scored to its end is one test for all tokenizers,
+in whatever dtype each model has: it is compared by bytes and words, where tokens differ.
 """
 
 from __future__ import annotations
@@ -30,8 +31,44 @@ class Tested:
     runs: tuple[Run, ...]  # each with its records of this test alone
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is a whole text, of which models may have made different tokens."""
+        return self.key[2] is None
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether figures per token can be compared."""
+        return not self.is_text or len({each.get("tokenizer") for run in self.runs for each in run.records}) < 2
+
+    @property
+    def figure(self) -> str:
+        """What models are compared by."""
+        return "perplexity" if self.same_tokens else "bits_per_byte"
+
+    @property
     def tokens(self) -> int:
         return int(self.key[3]) - int(self.key[2])
+
+    @property
+    def scored(self) -> str:
+        """What every figure is over."""
+        of = f" of {self.name}" if self.name else ""
+        if not self.is_text:
+            return f"the same {self.tokens:,} tokens{of}, each scored once"
+        return f"the same text{of or f', {_folder(self.key, self.runs)}'}, each token but the first scored once"
+
+    @property
+    def how_again(self) -> str:
+        """The flags of evaluate that ask for the same test."""
+        return f"--text {_folder(self.key, self.runs)}" if self.is_text else f"--tokens {self.tokens}"
+
+    def dtypes(self) -> dict[str, list[str]]:
+        """The names of runs by the dtype that they were tested in."""
+        found: dict[str, list[str]] = {}
+        for run in self.runs:
+            for dtype in dict.fromkeys(str(record["dtype"]) for record in run.records):
+                found.setdefault(dtype, []).append(run.name)
+        return found
 
     @property
     def suffix(self) -> str:
@@ -49,10 +86,13 @@ class Tested:
 
 def tested(runs: Iterable[Run]) -> list[Tested]:
     """Every test that was made; first the one that most runs have, if need be on the data they were trained on."""
+    runs = list(runs)
+    several = _several_dtypes(runs)
     by_key: dict[Key, list[Run]] = {}
     for run in runs:
-        for key in dict.fromkeys(key_of(record) for record in run.records):
-            here = [record for record in run.records if key_of(record) == key]
+        keys = [_without_dtype(key_of(record), several) for record in run.records]
+        for key in dict.fromkeys(keys):
+            here = [record for record, its_key in zip(run.records, keys, strict=True) if its_key == key]
             by_key.setdefault(key, []).append(replace(run, records=here))
 
     def weight(key: Key) -> tuple[int, int, int]:
@@ -72,7 +112,23 @@ def tested(runs: Iterable[Run]) -> list[Tested]:
 
 
 def key_of(record: Values) -> Key:
+    if record.get("whole_text") is True:
+        return record["data"], record["split"], None, None, record["dtype"]
     return tuple(record[name] for name in NAMES)
+
+
+def _several_dtypes(runs: Iterable[Run]) -> set[str]:
+    """The texts that a single run was tested on in more than one dtype: those are tests of their own."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for run in runs:
+        for data, _, first, _, dtype in map(key_of, run.records):
+            if first is None:
+                found.setdefault((run.folder, data), set()).add(dtype)
+    return {data for (_, data), dtypes in found.items() if len(dtypes) > 1}
+
+
+def _without_dtype(key: Key, several: set[str]) -> Key:
+    return key if key[2] is not None or key[0] in several else (*key[:4], None)
 
 
 def _names(keys: Sequence[Key], by_key: dict[Key, list[Run]]) -> list[str]:
@@ -87,10 +143,11 @@ def _names(keys: Sequence[Key], by_key: dict[Key, list[Run]]) -> list[str]:
         name = folder
         if several[folder] > 1 and len({other[0] for other in same}) > 1:
             name += f" ({str(key[0])[:8]})"
-        parts = [f"{key[1]} split"] if len({other[1] for other in same}) > 1 or key[1] != "validation" else []
-        if len({other[2:4] for other in same}) > 1:
+        is_split = key[1] != "text" and (len({other[1] for other in same}) > 1 or key[1] != "validation")
+        parts = [f"{key[1]} split"] if is_split else []
+        if len({other[2:4] for other in same}) > 1 and key[2] is not None:
             parts.append(f"tokens {key[2]:,} to {key[3] - 1:,}")
-        if len({other[4] for other in same}) > 1:
+        if len({other[4] for other in same}) > 1 and key[4] is not None:
             parts.append(str(key[4]))
         names.append(clean(", ".join([name, *parts])))
     return names

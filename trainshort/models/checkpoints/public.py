@@ -26,6 +26,11 @@ FAMILIES: dict[str, ModuleType] = {
     "MosaicBERT": mosaic_bert,
     "Jina v2": jina,
 }
+ENCODERS = (mosaic_bert, jina)
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    return any(family.is_family(config) for family in ENCODERS)
 
 
 def load(

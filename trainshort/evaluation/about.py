@@ -1,0 +1,109 @@
+"""Where the figures of a model go, and what is written with them where its own files lie elsewhere.
+
+A run of ours keeps its figures itself. The folder of a public model is left as it was downloaded, unless somebody
+asks: its figures have a folder of their own, which says of which model they are. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainshort.common.checks import is_whole
+from trainshort.common.fields import Fields
+from trainshort.common.files import sha256
+from trainshort.common.reading import read_json
+from trainshort.evaluation.records import NAME, Record, fingerprint
+
+FOLDER = "evaluations"  # in which models that are no runs of ours have their figures, by name
+# What configs call the length that a model was trained at, or made for.
+LENGTHS = ("seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of the format that `save` writes."""
+    return config.get("format") == "trainshort"
+
+
+def configured_length(config: Mapping[str, Any]) -> int | None:
+    """The length that a public model's config.json names, if it does."""
+    return next((int(config[name]) for name in LENGTHS if is_whole(config.get(name), 1)), None)
+
+
+def trained_length(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """As a run's train.json says, or the config.json of a public model; None where neither does."""
+    path = folder / "train.json"
+    if not path.exists():
+        return None if is_ours(config) else configured_length(config)
+    training = read_json(path, "evaluate takes a folder that train wrote")
+    if "length" not in training:
+        return None
+    return Fields(training, str(path), "name some with lengths (--lengths)").whole("length", 1)
+
+
+def weights_of(folder: Path) -> str:
+    """A fingerprint of the weights in a folder, which may be one file or several and their index."""
+    if (folder / SINGLE).exists():
+        return fingerprint(folder / SINGLE)
+    places = read_json(folder / INDEX, "an index says which tensor lies in which file").get("weight_map")
+    files = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    digests = "".join(f"{name} {sha256(folder / Path(name).name)}\n" for name in files)
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
+
+
+def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str) -> Record:
+    """What a report shows of a model, from its own files. config: of our model, as ModelConfig.to_dict gives it.
+
+    length: that it was trained at, where that is known.
+    """
+    return {
+        "name": folder.resolve().name,
+        "folder": str(folder),
+        "weights": weights,
+        "length": length,
+        "model": dict(config),
+    }
+
+
+def place_for(folder: Path, config: Mapping[str, Any], out: str | Path | None) -> Path:
+    """The folder for a model's figures: as asked for, else a run's own or evaluations/NAME."""
+    if out is None and is_ours(config):
+        place = folder
+    else:
+        place = Path(FOLDER) / folder.resolve().name if out is None else Path(out)
+    if place.resolve() != folder.resolve():
+        check_place(place, NAME)
+    elif not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder}: cannot be written to; name another folder for the figures with out (--out)")
+    return place
+
+
+def check_place(place: Path, name: str) -> None:
+    """Refuse a folder that holds other things than what is to be written there, before anything is measured."""
+    above = next(each for each in (place, *place.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise FileExistsError(f"{above} is a file: out (--out) names a folder")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"{above}: cannot be written to; name another folder with out (--out)")
+    if above == place and not (place / name).exists() and (found := sorted(each.name for each in place.iterdir())):
+        listed = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
+        raise FileExistsError(
+            f"{place} is there already and holds other things ({listed}), but no {name}: name a new folder with out "
+            "(--out)"
+        )
+
+
+def check_same_model(place: Path, weights: str) -> None:
+    """Refuse to put figures of one model to those of another."""
+    if not (place / NAME).exists():
+        return
+    about = read_json(place / NAME, "remove it and evaluate again").get("about")
+    if isinstance(about, dict) and about.get("weights") != weights:
+        raise FileExistsError(
+            f"{place / NAME} holds figures of other weights, those of {about.get('folder')}: name another folder "
+            "with out (--out), or remove it"
+        )
