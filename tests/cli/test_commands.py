@@ -44,9 +44,30 @@ def test_evaluate_by_itself_goes_to_sixteen_times_the_length(capsys: Capture, ru
     assert [each["length"] for each in records] == [32, 64, 128, 256, 512]
 
 
+def test_evaluate_recall_prints_a_table_and_writes_records(capsys: Capture, run_folder: Path) -> None:
+    words = ("--task", "recall", "--trials", 4, "--choices", 5, "--depths", 0, 100)
+    outcome = run_cli(capsys, "evaluate", run_folder, *words)
+    assert outcome.status == 0, outcome.error
+    assert "20.0%" in outcome.out  # the level of chance
+    records = json.loads((run_folder / "recall.json").read_text())["records"]
+    tested = [(each["task"], each["length"]) for each in records]
+    assert tested == [
+        (task, length) for task in ("copy", "passkey") for length in (64, 128, 256, 512)
+    ]  # 32: too short
+    assert all(len(each["correct"]) == 2 and max(each["correct"]) <= 4 for each in records)
+    assert not (run_folder / "evaluation.json").exists()
+    assert run_cli(capsys, "evaluate", run_folder, *words, "--lengths", 64, "--seed", 1).status == 0
+    assert len(json.loads((run_folder / "recall.json").read_text())["records"]) == 10
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--task", "recall", "--stride", "8"], "--stride is for --task perplexity"),
+        (["--trials", "8"], "--trials is for --task recall"),
+        (["--task", "recall", "--lengths", "46"], "lengths for recall must be at least 47"),
+        (["--task", "recall", "--depths", "101"], "percentages from 0 to 100"),
+        (["--task", "recal"], "did you mean recall"),
         (["--lengths", "1000000"], "too few for windows of 1,000,000 tokens"),
         (["--lengths", "0"], "lengths must be at least 1"),
         (["--lengths", "64", "--stride", "8"], "stride is for mode sliding"),

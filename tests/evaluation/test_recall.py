@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import trainshort as ts
 from tests.models.small import FOX_PRO, VOCABULARY, lively, small_config
-from trainshort.evaluation import recall as module
-from trainshort.evaluation.recall import ANSWER, CUE, RecallConfig, prompt_of, recall, shortest_window, trials
+from trainshort.evaluation.recall import losses_after, prompt_of, recall, trials
+from trainshort.evaluation.recall_config import ANSWER, CUE, RecallConfig, shortest_window
 
 TOKENS = np.random.default_rng(0).integers(VOCABULARY, size=4000).astype(np.uint16)
 
@@ -120,7 +120,8 @@ def test_likelihoods_are_those_of_whole_windows(changes: dict[str, Any]) -> None
     """Prompts once, and answers one after the other from the same cache: the shift of keys and values included."""
     model = lively(ts.LanguageModel(small_config(**changes))).double().eval()
     batch = list(trials(TOKENS, "copy", 200, RecallConfig(trials=3, choices=4)))
-    found = module._losses_of_answers(model, batch, 40, 200, 128)
+    prompts = np.stack([prompt_of(trial, 40) for trial in batch])
+    found = losses_after(model, prompts, np.stack([trial.answers for trial in batch]), chunk=128)
     for row, trial in enumerate(batch):
         prompt = torch.from_numpy(prompt_of(trial, 40).astype(np.int64))
         for choice, answer in enumerate(torch.from_numpy(trial.answers.astype(np.int64))):

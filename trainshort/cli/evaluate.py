@@ -4,15 +4,26 @@ Writes evaluation.json: for each length perplexity per token and word, bits per 
 speed, peak memory and, under ALiBi, what certified windows keep. Into a run's own folder; a public model's folder
 stays as it is, and its figures go to evaluations/NAME. To put models with different tokenizers side by side, evaluate
 each on the same --text, and name their folders to `trainshort report`.
+
+With --task recall: how often a model finds a passkey, or a passage of the text, that stood once in its window, by
+length and depth, among several answers. Writes recall.json.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainshort.cli.errors import UsageError
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
+from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
+
+PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept")  # flags without meaning for recall
+RECALL_ALONE = ("depths", "trials", "choices", "seed")
 
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
@@ -22,7 +33,17 @@ EXAMPLES = """
   trainshort evaluate bloom-560m --lengths 2048 8192 --text book.txt     a public model, on a text of yours
   trainshort evaluate runs/alibi-256 --lengths 2048 8192 --text book.txt && \\
     trainshort report evaluations/bloom-560m runs/alibi-256              both side by side
+  trainshort evaluate runs/alibi-256 --task recall --lengths 256 1024 4096
 """
+
+if TYPE_CHECKING:
+    from trainshort.evaluation.runs import OpenedRun
+
+
+def _of_recall(name: str) -> Any:
+    """The field of that name of RecallConfig, as a flag here."""
+    found = next(each for each in fields(RecallConfig) if each.name == name)
+    return field(default=found.default, metadata={"help": f"{found.metadata['help']}; for --task recall"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +64,22 @@ class Flags(EvaluateConfig):
     )
     out: str | None = field(
         default=None,
-        metadata={
-            "help": "the folder for evaluation.json (default: a run's own; evaluations/NAME for public models)"
-        },
+        metadata={"help": "the folder for the figures (default: a run's own; evaluations/NAME for public models)"},
     )
+    task: Literal["perplexity", "recall"] = field(default="perplexity", metadata={"help": "what to measure"})
+    depths: tuple[int, ...] = _of_recall("depths")
+    trials: int = _of_recall("trials")
+    choices: int = _of_recall("choices")
+    seed: int = _of_recall("seed")
+
+    @classmethod
+    def from_flags(cls, **given: Any) -> Flags:
+        task = given.get("task", "perplexity")
+        others, their_task = (RECALL_ALONE, "recall") if task == "perplexity" else (PERPLEXITY_ALONE, "perplexity")
+        for name in others:
+            if name in given:
+                raise UsageError(f"--{name} is for --task {their_task}, and this is --task {task}: leave it out")
+        return cls(**given)
 
 
 def run(flags: Flags) -> None:
@@ -57,35 +90,62 @@ def run(flags: Flags) -> None:
         raise ValueError("split is for prepared data (--data): a text is scored whole")
     opened = open_run(flags.run, flags.data, flags.text)  # what is wrong with a run shows before torch is there
     place = place_for(opened.folder, opened.config, flags.out)
+    measure = _perplexity if flags.task == "perplexity" else _recall
+    written = place / measure(flags, opened, place, flags.lengths or opened.usual_lengths())
+    print(f"{written} holds these figures")
+    if place != opened.folder:
+        print(f"trainshort report {place} OTHERS... shows them beside those of other models and runs")
+
+
+def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str:
+    """Measure, and show the table; the name of the file."""
     from trainshort.cli.shown import evaluation_table, print_table
     from trainshort.evaluation.evaluate import evaluate
     from trainshort.evaluation.progress import evaluation_progress
     from trainshort.evaluation.records import NAME
 
     values = {each.name: getattr(flags, each.name) for each in fields(EvaluateConfig)}
-    if not flags.lengths:
-        values["lengths"] = opened.usual_lengths()
-    config = EvaluateConfig(**values)
-    done: list[int] = []
+    config = EvaluateConfig(**(values | {"lengths": lengths}))
+    records: list[dict[str, Any]] = []
 
     def left() -> str:
-        names = ", ".join(f"{length:,}" for length in done)
-        kept = f"{names} is done and in {place / NAME}" if done else "no length is done yet"
-        rest = " ".join(str(length) for length in config.lengths if length not in done)
-        whole = first is None or first.get("whole_text")
-        tokens = "" if first is None or whole else f" --tokens {first['end_token'] - first['first_token']}"
-        return f"stopped; {kept}; go on with --lengths {rest}{tokens} and the other flags as they were"
+        first = records[0] if records else {"whole_text": True}
+        tokens = "" if first.get("whole_text") else f" --tokens {first['end_token'] - first['first_token']}"
+        return _left([each["length"] for each in records], config.lengths, place / NAME, tokens)
 
-    first: dict[str, Any] | None = None
-
-    def on_record(record: dict[str, Any]) -> None:
-        nonlocal first
-        first = first or record
-        done.append(record["length"])
-
-    with on_stop(left), evaluation_progress(len(config.lengths)) as on_scored:
-        records = evaluate(opened.folder, opened.data, config, out=place, on_scored=on_scored, on_record=on_record)
+    with on_stop(left), evaluation_progress(len(lengths)) as on_scored:
+        evaluate(opened.folder, opened.data, config, out=place, on_scored=on_scored, on_record=records.append)
     print_table(evaluation_table(str(opened.folder), records))
-    print(f"{place / NAME} holds these figures")
-    if place != opened.folder:
-        print(f"trainshort report {place} OTHERS... shows them beside those of other models and runs")
+    return NAME
+
+
+def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str:
+    """The same for recall. Of the usual lengths those that are long enough for it."""
+    if not flags.lengths:
+        lengths = tuple(length for length in lengths if length >= shortest_window()) or lengths
+    values = {each.name: getattr(flags, each.name) for each in fields(RecallConfig)}
+    config = RecallConfig(**(values | {"lengths": lengths}))
+    from trainshort.cli.shown import print_table, recall_table
+    from trainshort.evaluation.progress import evaluation_progress
+    from trainshort.evaluation.recall import recall
+    from trainshort.evaluation.recall_records import NAME
+
+    records: list[dict[str, Any]] = []
+
+    def left() -> str:
+        tasks = Counter(each["length"] for each in records)
+        done = [length for length in config.lengths if tasks[length] == len(ANSWER)]
+        return _left(done, config.lengths, place / NAME)
+
+    with on_stop(left), evaluation_progress(len(lengths)) as on_fed:
+        recall(opened.folder, opened.data, config, out=place, on_fed=on_fed, on_record=records.append)
+    print_table(recall_table(str(opened.folder), records))
+    return NAME
+
+
+def _left(done: Sequence[int], lengths: Sequence[int], path: Path, more: str = "") -> str:
+    """What is there and what is not, for someone who stopped it."""
+    names = ", ".join(f"{length:,}" for length in done)
+    kept = f"{names} is done and in {path}" if done else "no length is done yet"
+    rest = " ".join(str(length) for length in lengths if length not in done)
+    return f"stopped; {kept}; go on with --lengths {rest}{more} and the other flags as they were"

@@ -86,6 +86,27 @@ def evaluation_table(title: str, records: Sequence[Record]) -> Table:
     return table
 
 
+def recall_table(title: str, records: Sequence[Record]) -> Table:
+    """How often the right answer was the likeliest: a row for each task and length, a column for each depth."""
+    depths = records[0]["depths"]
+    table = new_table(title, ["recall", "length", *(f"at {depth}%" for depth in depths), "mean"])
+    for record in sorted(records, key=lambda each: (each["task"] != "passkey", each["length"])):
+        head = [record["task"], f"{record['length']:,}"]
+        if "skipped" in record:
+            table.add_row(*head, *["–"] * (len(depths) + 1))
+            continue
+        shares = [correct / record["trials"] for correct in record["correct"]]
+        table.add_row(*head, *(f"{share:.0%}" for share in shares), f"{sum(shares) / len(shares):.1%}")
+    first = records[0]
+    notes = [
+        f"right answers of {first['trials']:,} trials each; chance is right in {1 / first['choices']:.1%}",
+        "depth: where in the window the answer stood, 0% is its start",
+    ]
+    notes += dict.fromkeys(f"–  {each['length']:,}: {each['skipped']}" for each in records if "skipped" in each)
+    table.caption = "\n".join(notes)
+    return table
+
+
 def _scored(records: Sequence[Record]) -> str:
     done = [record for record in records if "skipped" not in record]
     notes = [f"{record['length']:,}: {record['skipped']}" for record in records if "skipped" in record]

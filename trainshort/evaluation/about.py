@@ -16,6 +16,7 @@ from trainshort.common.checks import is_whole
 from trainshort.common.fields import Fields
 from trainshort.common.files import sha256
 from trainshort.common.reading import read_json
+from trainshort.evaluation.recall_records import NAME as RECALL
 from trainshort.evaluation.records import NAME, Record, fingerprint
 
 FOLDER = "evaluations"  # in which models that are no runs of ours have their figures, by name
@@ -76,34 +77,34 @@ def place_for(folder: Path, config: Mapping[str, Any], out: str | Path | None) -
     else:
         place = Path(FOLDER) / folder.resolve().name if out is None else Path(out)
     if place.resolve() != folder.resolve():
-        check_place(place, NAME)
+        check_place(place, NAME, RECALL)
     elif not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: cannot be written to; name another folder for the figures with out (--out)")
     return place
 
 
-def check_place(place: Path, name: str) -> None:
-    """Refuse a folder that holds other things than what is to be written there, before anything is measured."""
+def check_place(place: Path, *names: str) -> None:
+    """Refuse a folder that holds things but none of these files, before anything is measured."""
     above = next(each for each in (place, *place.absolute().parents) if each.exists())
     if not above.is_dir():
         raise FileExistsError(f"{above} is a file: out (--out) names a folder")
     if not os.access(above, os.W_OK):
         raise PermissionError(f"{above}: cannot be written to; name another folder with out (--out)")
-    if above == place and not (place / name).exists() and (found := sorted(each.name for each in place.iterdir())):
+    found = sorted(each.name for each in place.iterdir()) if above == place else []
+    if found and not any(name in found for name in names):
         listed = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
         raise FileExistsError(
-            f"{place} is there already and holds other things ({listed}), but no {name}: name a new folder with out "
-            "(--out)"
+            f"{place} is there already and holds other things ({listed}), but no {names[0]}: name a new folder with "
+            "out (--out)"
         )
 
 
 def check_same_model(place: Path, weights: str) -> None:
     """Refuse to put figures of one model to those of another."""
-    if not (place / NAME).exists():
-        return
-    about = read_json(place / NAME, "remove it and evaluate again").get("about")
-    if isinstance(about, dict) and about.get("weights") != weights:
-        raise FileExistsError(
-            f"{place / NAME} holds figures of other weights, those of {about.get('folder')}: name another folder "
-            "with out (--out), or remove it"
-        )
+    for path in (place / NAME, place / RECALL):
+        about = read_json(path, "remove it and evaluate again").get("about") if path.exists() else None
+        if isinstance(about, dict) and about.get("weights") != weights:
+            raise FileExistsError(
+                f"{path} holds figures of other weights, those of {about.get('folder')}: name another folder with "
+                "out (--out), or remove it"
+            )

@@ -114,12 +114,7 @@ def evaluate(
     )
     network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
     kept = None if isinstance(model, LanguageModel) else kept_in(Path(model), network, out)
-    highest = int(np.asarray(text.tokens[first : last + 1]).max())
-    if highest >= network.config.vocab_size:
-        raise ValueError(
-            f"the data has token {highest}, the model's vocabulary ends at {network.config.vocab_size - 1}: "
-            "evaluate a model on tokens of its own tokenizer"
-        )
+    check_vocabulary(text, network, first, last + 1)
     training = network.training
     network.eval()
     records = []
@@ -143,6 +138,16 @@ def loaded(folder: str | Path, dtype: str | None, device: str | None) -> Languag
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{folder} holds an encoder: perplexity needs a language model")
     return model
+
+
+def check_vocabulary(text: Text, model: LanguageModel, first: int = 0, end: int | None = None) -> None:
+    """Refuse tokens that the model does not have."""
+    highest = int(np.asarray(text.tokens[first:end]).max())
+    if highest >= model.config.vocab_size:
+        raise ValueError(
+            f"the data has token {highest}, the model's vocabulary ends at {model.config.vocab_size - 1}: "
+            "evaluate a model on tokens of its own tokenizer"
+        )
 
 
 def kept_in(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | None:

@@ -21,12 +21,13 @@ def key_of(record: Record) -> tuple[str, ...]:
     return tuple(repr(record.get(name)) for name in IDENTITY)
 
 
-def add_record(folder: Path, record: Record) -> None:
-    """Put a record into the folder's file, in place of one of exactly the same."""
+def add_record(folder: Path, record: Record, about: Record | None = None) -> None:
+    """Put a record into the folder's file, in place of one of exactly the same. about: as in evaluation.json."""
     kept = {key_of(each): each for each in read_records(folder)}
     kept[key_of(record)] = record
     ordered = sorted(kept.values(), key=lambda each: (each["task"], each["length"]))
-    write_json(folder / NAME, {"format": FORMAT, "version": VERSION, "records": ordered})
+    described = {} if about is None else {"about": about}
+    write_json(folder / NAME, {"format": FORMAT, "version": VERSION, **described, "records": ordered})
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -16,6 +16,7 @@ from trainshort.report.heads import Seen, seen_by
 from trainshort.report.methods import Method, methods_of
 from trainshort.report.page import Content, Listed, page
 from trainshort.report.reading import Found, Run, read_runs
+from trainshort.report.recall_chart import recall_charts
 from trainshort.report.records import number, whole
 from trainshort.report.series import Protocols, curve
 from trainshort.report.tables import Table, extrapolation_table, latex_table, perplexities
@@ -28,8 +29,9 @@ CURVE_PLACES = (6000, 1500, 300)  # over all training curves; fewer if the page 
 FIGURES = (
     "extrapolation", "extrapolation_per_word", "extrapolation_bits_per_byte", "sliding", "loss_by_position",
     "training", "training_seconds", "cost_speed", "cost_memory", "kept", "kept_mean", "kept_farthest", "bias",
+    "recall_passkey", "recall_copy",
 )  # fmt: skip
-TABLES = ("extrapolation", "sliding", "loss_by_position", "training", "cost", "kept", "bias", "runs")
+TABLES = ("extrapolation", "sliding", "loss_by_position", "training", "cost", "kept", "bias", "recall", "runs")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def content_of(
         drawn, listed = _of_test(test, methods, missing, complete)
         shown += drawn
         tables += [] if listed is None else [listed]
+    before_cost = next((place for place, chart in enumerate(shown) if chart.name == "cost"), len(shown))
+    shown[before_cost:before_cost] = recall_charts(methods)
     limit = max(20, min(300, places // len(found.runs)))
     trained_here = any(not run.about for run in found.runs)  # of others, how they were trained is not known
     curves = [(method, each) for method in methods for run in method.runs if (each := curve(run, limit)) is not None]

@@ -45,6 +45,9 @@ def _chosen(chart: Chart) -> list[tuple[str, View]]:
         "by seconds of training": "seconds",
     }
     suffixes |= {"peak memory in MB": "memory"}
+    if chart.name == "recall":
+        by_length = [view for view in chart.views if "by length" in view.name]
+        return [("recall_passkey" if "passkey" in view.name else "recall_copy", view) for view in by_length]
     if chart.name == "kept":
         kinds: dict[str, View] = {}
         for view in chart.views:

@@ -15,10 +15,10 @@ from typing import Any
 from trainshort.common.checks import is_plain_name
 from trainshort.common.files import sha256
 from trainshort.common.reading import parse_json, read_text
-from trainshort.report.records import Values, cells, is_identified, mapping, whole, with_weights
+from trainshort.report.records import Values, cells, is_identified, is_recall, mapping, whole, with_weights
 from trainshort.report.text import clean
 
-RUN_FILES = ("train.json", "config.json", "evaluation.json", "metrics.jsonl")
+RUN_FILES = ("train.json", "config.json", "evaluation.json", "recall.json", "metrics.jsonl")
 COMPARISON = "comparison.json"
 BESIDE = ("tokens.bin", "report.html")  # folders with these stand beside runs and need no word
 EVALUATION_VERSIONS = (1, 2)
@@ -45,6 +45,7 @@ class Run:
     state: Values = field(default_factory=dict)
     metrics: list[Values] = field(default_factory=list)
     records: list[Values] = field(default_factory=list)
+    recall: list[Values] = field(default_factory=list)
     samples: list[Values] = field(default_factory=list)
     trainshort: str | None = None
     about: Values = field(default_factory=dict)  # what evaluation.json says of a model that is no run of ours
@@ -151,10 +152,12 @@ def _read(folder: Path, compared: Values, found: Found) -> list[Run]:
     """The run in a folder, or the figures there of another model; none of a model that has no figures."""
     if (folder / "train.json").exists():
         return [_run(folder, compared, found)]
-    path = folder / "evaluation.json"
-    if path.is_file():
-        about = mapping(mapping(_json(path, Found(), "")).get("about"))  # _records names what is wrong with the file
-        return [_elsewhere(path, about, found) if about else _run(folder, compared, found)]
+    figures = [path for name in ("evaluation.json", "recall.json") if (path := folder / name).is_file()]
+    for path in figures:
+        if about := mapping(mapping(_json(path, Found(), "")).get("about")):  # what is wrong with it is named later
+            return [_elsewhere(folder, about, found)]
+    if figures:
+        return [_run(folder, compared, found)]
     config = mapping(_json(folder / "config.json", Found(), ""))
     if config and "format" not in config:
         what = "a model without figures: trainshort evaluate makes some, and says in which folder; name that one"
@@ -163,11 +166,13 @@ def _read(folder: Path, compared: Values, found: Found) -> list[Run]:
     return [_run(folder, compared, found)]
 
 
-def _elsewhere(path: Path, about: Values, found: Found) -> Run:
+def _elsewhere(folder: Path, about: Values, found: Found) -> Run:
     """A model of which nothing is known but its figures and what stands beside them."""
-    run = Run(clean(str(about.get("name") or path.parent.resolve().name)), clean(str(path.parent)), about=about)
+    run = Run(clean(str(about.get("name") or folder.resolve().name)), clean(str(folder)), about=about)
     run.model = mapping(about.get("model"))
-    run.records = _records(path, run, found)
+    if (folder / "evaluation.json").exists():
+        run.records = _records(folder / "evaluation.json", run, found)
+    run.recall = _recall(folder / "recall.json", run, found)
     return run
 
 
@@ -187,6 +192,7 @@ def _run(folder: Path, compared: Values, found: Found) -> Run:
     if not run.records and (kept := _of_its_weights(_of_comparison(compared, folder, found), path, run, found)):
         found.problem(folder / "evaluation.json", f"its records are taken from {compared['comparison']}")
         run.records = kept
+    run.recall = _recall(folder / "recall.json", run, found)
     run.samples = _samples(folder / "samples.json", found)
     run.trainshort = _version(compared)
     return run
@@ -322,6 +328,23 @@ def _valid_records(records: Any, path: Path, found: Found) -> list[Values]:
     if damaged := len(listed) - len(valid) - len(unknown):
         found.problem(path, f"{damaged:,} of {len(listed):,} records are damaged and left out")
     return valid
+
+
+def _recall(path: Path, run: Run, found: Found) -> list[Values]:
+    """Records of recall.json of the run's own weights, with as many counts as depths; optional."""
+    if not path.exists():
+        return []
+    records = _object(path, found, "what it recalls is not shown").get("records")
+    listed: Sequence[Any] = records if isinstance(records, list) else []
+    valid = [each for each in listed if isinstance(each, dict) and is_recall(each)]
+    if damaged := len(listed) - len(valid):
+        found.problem(path, f"{damaged:,} of {len(listed):,} records are damaged and left out")
+    weights = _weights(path.parent, run, valid)
+    mine = [each for each in valid if weights is None or weights.startswith(each["model"])]
+    if len(mine) < len(valid):
+        what = "left out, measured with other weights than the run has now; evaluate again"
+        found.problem(path, f"{len(valid) - len(mine):,} of {len(valid):,} records: {what}")
+    return mine
 
 
 def _samples(path: Path, found: Found) -> list[Values]:

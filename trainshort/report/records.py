@@ -36,6 +36,24 @@ def is_identified(record: Values) -> bool:
     return texts and first is not None and end is not None and 0 <= first < end
 
 
+def is_recall(record: Values) -> bool:
+    """Whether it says what it is of, and how many answers were right at each depth, or why there are none."""
+    texts = all(isinstance(record.get(name), str) for name in ("model", "data", "split", "task", "dtype"))
+    sizes = [whole(record.get(name)) for name in ("length", "trials", "choices")]
+    depths = record.get("depths")
+    if not texts or any(size is None or size < 1 for size in sizes) or not isinstance(depths, list) or not depths:
+        return False
+    if isinstance(record.get("skipped"), str):
+        return True
+    counts = record.get("correct")
+    return (
+        isinstance(counts, list)
+        and len(counts) == len(depths)
+        and all(whole(depth) is not None for depth in depths)
+        and all(is_whole(count, 0) and count <= record["trials"] for count in counts)
+    )
+
+
 def cells(records: Iterable[Values]) -> str:
     """`nonoverlapping at 64, 128`, of a few records."""
     lengths: dict[str, dict[int, None]] = {}

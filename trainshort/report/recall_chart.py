@@ -1,0 +1,110 @@
+"""What models recall: the share of right answers by length and by depth in the window, with the level of chance."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from trainshort.report.charts import Chart, Plot, View, axis, line
+from trainshort.report.methods import Method
+from trainshort.report.records import Values
+from trainshort.report.tables import Table
+
+TASKS = {"passkey": "a passkey", "copy": "a passage"}
+SAME = ("data", "split", "depths", "trials", "choices", "seed")  # what trials must share to stand in one chart
+COLUMNS = ("method", "task", "tested_at", "depth", "right", "trials", "chance", "seeds")
+
+
+def recall_charts(methods: Sequence[Method]) -> list[Chart]:
+    """One for each set of trials that models were tested with, the largest first."""
+    groups: dict[str, list[tuple[Method, Values]]] = {}
+    for method in methods:
+        for run in method.runs:
+            for record in run.recall:
+                if "correct" in record:
+                    groups.setdefault(repr([record.get(name) for name in SAME]), []).append((method, record))
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return [_chart(found, "" if place == 1 else f"_{place}") for place, found in enumerate(ordered, 1)]
+
+
+def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
+    first = found[0][1]
+    chance = 1.0 / first["choices"]
+    methods = list({id(method): method for method, _ in found}.values())
+    tasks = [task for task in TASKS if any(record["task"] == task for _, record in found)]
+    views = [_by_length(task, methods, found, chance) for task in tasks]
+    views += [_by_depth(task, methods, found, chance) for task in tasks]
+    rows = []
+    for task in tasks:
+        for method in methods:
+            for length, shares in _shares(task, method, found).items():
+                for depth, values in zip(first["depths"], zip(*shares, strict=True), strict=True):
+                    right = statistics.fmean(values)
+                    rows.append((method.label, task, length, depth, right, first["trials"], chance, len(values)))
+    return Chart(
+        "recall",
+        "Recall",
+        f"How often a model tells which of {first['choices']} answers stood in its window, after a cue that comes "
+        f"again at its end: {first['trials']} windows for each length and depth. A passkey is a few tokens that "
+        "nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity says little "
+        "about this: most tokens can be guessed from those just before.",
+        views,
+        Table(COLUMNS, tuple(rows)),
+        suffix=suffix,
+    )
+
+
+def _shares(task: str, method: Method, found: Sequence[tuple[Method, Values]]) -> dict[int, list[list[float]]]:
+    """By length the shares of right answers at each depth, for every seed."""
+    shares: dict[int, list[list[float]]] = {}
+    for other, record in found:
+        if other is method and record["task"] == task:
+            each = [count / record["trials"] for count in record["correct"]]
+            shares.setdefault(record["length"], []).append(each)
+    return dict(sorted(shares.items()))
+
+
+def _by_length(task: str, methods: Sequence[Method], found: Sequence[tuple[Method, Values]], chance: float) -> View:
+    traces, lengths = list[Plot](), set[int]()
+    for method in methods:
+        shares = _shares(task, method, found)
+        means = [statistics.fmean(value for seed in seeds for value in seed) for seeds in shares.values()]
+        if shares:
+            lengths |= set(shares)
+            traces.append(line(method, list(shares), [round(mean, 5) for mean in means]))
+    ticks = sorted(lengths)
+    traces.append(_chance([ticks[0], ticks[-1]], chance))
+    layout = {"xaxis": axis("test length in tokens", "log", ticks), "yaxis": _share_axis()}
+    return View(f"{TASKS[task]}, by length", traces, layout)
+
+
+def _by_depth(task: str, methods: Sequence[Method], found: Sequence[tuple[Method, Values]], chance: float) -> View:
+    """At the longest length that every method was tested at."""
+    by_method = {method.label: _shares(task, method, found) for method in methods}
+    common = set.intersection(*(set(shares) for shares in by_method.values() if shares))
+    every = set().union(*by_method.values())
+    length = max(common or every)
+    depths = next(record["depths"] for _, record in found)
+    traces = []
+    for method in methods:
+        if seeds := by_method[method.label].get(length):
+            means = [round(statistics.fmean(values), 5) for values in zip(*seeds, strict=True)]
+            traces.append(line(method, depths, means))
+    traces.append(_chance([min(depths), max(depths)], chance))
+    title = "depth of the answer in the window, in percent (100: just before the cue)"
+    return View(f"{TASKS[task]}, by depth at {length:,}", traces, {"xaxis": axis(title), "yaxis": _share_axis()})
+
+
+def _share_axis() -> Plot:
+    return axis("share of right answers") | {"range": [0, 1.03], "tickformat": ".0%"}
+
+
+def _chance(x: Sequence[int], chance: float) -> Plot:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "chance",
+        "x": list(x),
+        "y": [round(chance, 5)] * 2,
+        "line": {"color": "#888888", "dash": "dash", "width": 1.5},
+    }
