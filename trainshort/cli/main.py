@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "continue a text",
     "bench": "attention on this machine, beside what torch offers",
     "report": "one page, figures and tables from the files of runs",
-    "convert": "pickled weights of a public model to safetensors",
+    "convert": "pickled weights to safetensors, or a model of ours to a BLOOM folder",
 }
 IMPORTING = ("train", "evaluate", "compare", "generate", "report")  # take --import
 EXAMPLES = """

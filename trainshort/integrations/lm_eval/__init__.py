@@ -35,8 +35,7 @@ from trainshort.common.checks import is_size, is_whole
 from trainshort.common.devices import device_for
 from trainshort.common.messages import shown
 from trainshort.common.reading import read_json
-from trainshort.common.tokenizer_json import package_errors, read_tokenizer_text
-from trainshort.data.tokenizer import END_NAMES
+from trainshort.common.tokenizer_json import END_NAMES, package_errors, read_tokenizer_text
 from trainshort.models import LanguageModel, load
 from trainshort.models.generate import piece_of
 
