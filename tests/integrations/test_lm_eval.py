@@ -289,6 +289,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: no such file; .* SentencePiece"):
         ours(tmp_path / "sp")
     write_folder(tmp_path / "encoder", MOSAIC, mosaic_tensors())
+    (tmp_path / "encoder" / "tokenizer.json").write_text(tiny_tokenizer().to_str())
     with pytest.raises(ValueError, match="holds an encoder"):
         ours(tmp_path / "encoder")
     ts.save(language_model("learned"), tmp_path / "learned")

@@ -85,11 +85,11 @@ class TrainshortLM(TemplateLM):
         self.folder = Path(str(folder))
         self.rows = _batch_size(batch_size)
         self.most_rows, self.max_gen_toks = max_batch_size, max_gen_toks
+        if (self.folder / "config.json").exists():
+            read_tokenizer_text(self.folder / "tokenizer.json")  # before the weights: says why there is none
         model = load(self.folder, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device_for(device))
         if not isinstance(model, LanguageModel):
             raise ValueError(f"{self.folder}: holds an encoder; lm_eval scores language models")
-        if model.tokenizer is None:
-            read_tokenizer_text(self.folder / "tokenizer.json")  # says why there is none
         self.model, self.tokenizer = model, model.tokenizer
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
