@@ -20,6 +20,7 @@ pytest.importorskip("lm_eval", reason="needs the package lm_eval: see `make test
 import transformers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -188,6 +189,35 @@ def test_long_prompts_lose_their_beginning(plain: Path) -> None:
     expected = generation(theirs(plain), texts, until=[], max_gen_toks=30)
     assert generation(ours(plain, batch_size=3), texts, until=[], max_gen_toks=30) == expected
     assert len(set(expected)) == 3
+
+
+def test_what_is_cut_off_is_said_once(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lm = ours(plain)
+    long = " ".join(TEXTS)
+    lm.loglikelihood(
+        [Instance("loglikelihood", {}, (text, " a"), 0) for text in (long, "x", long)], disable_tqdm=True
+    )
+    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("trainshort")]
+    assert "2 requests have more than 48 tokens (max_length 48; the longest has 16" in said
+    caplog.clear()
+    generation(lm, [long, "x"], max_gen_toks=8)
+    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("trainshort")]
+    assert "1 requests have more than 40 tokens" in said
+
+
+def test_answers_are_kept_for_another_time(plain: Path, tmp_path: Path) -> None:
+    """lm_eval's --use_cache: the second time nothing is computed."""
+    requests = [Instance("loglikelihood", {}, (text, " and"), 0) for text in TEXTS]
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in TEXTS]
+    until = [Instance("generate_until", {}, (text, {"until": ["x"], "max_gen_toks": 4}), 0) for text in TEXTS]
+
+    def answers(lm: Any) -> list[Any]:
+        return [lm.loglikelihood(requests), lm.loglikelihood_rolling(rolling), lm.generate_until(until)]
+
+    first = answers(CachingLM(ours(plain), str(tmp_path / "answers.db")))
+    lm = ours(plain)
+    lm.model = None
+    assert answers(CachingLM(lm, str(tmp_path / "answers.db"))) == first
 
 
 def test_texts_that_stop(plain: Path) -> None:

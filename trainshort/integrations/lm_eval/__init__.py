@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,7 +131,8 @@ class TrainshortLM(TemplateLM):
         """Token ids. add_special_tokens None: as the tokenizer has it, unless the text begins with such a token."""
         if add_special_tokens is None:
             first = self.special.get("prefix", self.special.get("bos", self.special.get("eos")))
-            add_special_tokens = first is None or not string.startswith(self.tokenizer.id_to_token(first) or "\0")
+            begins = first is not None and string.startswith(self.tok_decode([first], skip_special_tokens=False))
+            add_special_tokens = not begins
         with package_errors(str(self.folder / "tokenizer.json"), "this tokenizer fails on a text"):
             row: Row = self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
         if max(row, default=0) >= self.model.config.vocab_size:
@@ -150,6 +151,8 @@ class TrainshortLM(TemplateLM):
         self, requests: Sequence[tuple[Any, Row, Row]], disable_tqdm: bool = False, **_: Any
     ) -> list[Answer]:
         """Requests that give the model the same tokens, such as choices of one token, are computed once."""
+        lengths = (len(context) + len(continuation) - 1 for _, context, continuation in requests)
+        self._warn_of_long(lengths, self.max_length)
         asked: dict[tuple[int, ...], list[int]] = {}
         for number, (text, context, continuation) in enumerate(requests):
             asked.setdefault(self._input(text, context, continuation), []).append(number)
@@ -158,11 +161,11 @@ class TrainshortLM(TemplateLM):
             for batch in self._batches(list(asked), len):
                 parts = [(row, [requests[number][2] for number in asked[row]]) for row in batch]
                 for row, found in zip(batch, self._halving(self._score, parts), strict=True):
-                    answers.update(zip(asked[row], found, strict=True))
+                    for number, answer in zip(asked[row], found, strict=True):
+                        answers[number] = answer
+                        if requests[number][0] is not None:  # None: a window of a longer text
+                            self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
                     bar.update(len(found))
-        for number, (text, _context, _continuation) in enumerate(requests):
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, answers[number])
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -191,14 +194,19 @@ class TrainshortLM(TemplateLM):
                 f"larger max_length ({shown(text)})"
             )
         whole = [*(context or [self.prefix_token_id]), *continuation]
-        if len(whole) > self.max_length + 1:
-            log.warning(
-                "%d tokens are more than max_length %d: %d from the left are cut off",
-                len(whole) - 1,
-                self.max_length,
-                len(whole) - 1 - self.max_length,
-            )
         return tuple(whole[-self.max_length - 1 : -1])
+
+    def _warn_of_long(self, lengths: Iterable[int], most: int) -> None:
+        """Say once how many contexts lose their beginning."""
+        cut = [length for length in lengths if length > most]
+        if cut:
+            log.warning(
+                "%d requests have more than %d tokens (max_length %d; the longest has %d) and lose their beginnings",
+                len(cut),
+                most,
+                self.max_length,
+                max(cut),
+            )
 
     def _score(self, parts: list[tuple[tuple[int, ...], list[Row]]]) -> list[list[Answer]]:
         """The answers for rows, each with the continuations that end it. Padded on the right, where nobody looks."""
@@ -238,13 +246,14 @@ class TrainshortLM(TemplateLM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generating") as bar:
             for numbers in groups.values():
                 plan = _Plan(self, requests[numbers[0]].args[1])
-                prompts = [(number, plan.prompt(requests[number].args[0])) for number in numbers]
-                for batch in self._batches(prompts, lambda prompt: len(prompt[1])):
+                prompts = plan.prompts([requests[number].args[0] for number in numbers])
+                numbered = list(zip(numbers, prompts, strict=True))
+                for batch in self._batches(numbered, lambda prompt: len(prompt[1])):
                     found = self._halving(plan.run, [row for _, row in batch])
-                    texts.update(zip((number for number, _ in batch), found, strict=True))
+                    for (number, _), text in zip(batch, found, strict=True):
+                        texts[number] = text
+                        self.cache_hook.add_partial("generate_until", requests[number].args, text)
                     bar.update(len(batch))
-        for number, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[number])
         return [texts[number] for number in range(len(requests))]
 
     def _batches(self, parts: list[Part], length: Callable[[Part], int]) -> Iterator[list[Part]]:
@@ -294,9 +303,12 @@ class _Plan:
         self.lm = lm
         self.tail = max((len(stop.encode()) for stop in self.stops), default=0) + LOOK_BACK
 
-    def prompt(self, text: str) -> Row:
-        """The end of a text that leaves room for what is to come."""
-        return self.lm.tok_encode(text)[self.most - self.lm.max_length :] or [self.lm.prefix_token_id]
+    def prompts(self, texts: list[str]) -> list[Row]:
+        """The ends of texts that leave room for what is to come."""
+        room = self.lm.max_length - self.most
+        rows = [self.lm.tok_encode(text) for text in texts]
+        self.lm._warn_of_long(map(len, rows), room)
+        return [row[-room:] or [self.lm.prefix_token_id] for row in rows]
 
     def run(self, prompts: list[Row]) -> list[str]:
         longest = max(map(len, prompts))
