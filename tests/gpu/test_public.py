@@ -79,3 +79,21 @@ def test_an_exported_model(tmp_path: Path) -> None:
     tokens = random_tokens(2, 300).cuda()
     with torch.no_grad():
         assert torch.equal(ts.load(tmp_path / "out", device="cuda")(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_steps_read_what_the_windows_hold(tmp_path: Path, stepping: bool) -> None:
+    """With slopes so steep that no head sees the beginning of the text: whatever lies there is not read."""
+    folder, tokens = written(tmp_path, BAICHUAN, baichuan_tensors()), random_tokens(1, 8000).cuda()
+    model = ts.load(folder, device="cuda", position_options={"slopes": [3.0, 2.5, 2.0, 3.5, 4.0, 2.2]})
+    assert isinstance(model, ts.LanguageModel)
+    cache = model.make_cache(1, 8100)
+    with torch.no_grad():
+        expected = model(tokens)[:, -3:]
+        model(tokens[:, :-3], cache=cache)
+        for values in cache.values:
+            values[:, :, :4096] = torch.nan
+        if stepping:
+            cache.begin_steps()
+        found = torch.cat([model(token, cache=cache) for token in tokens[:, -3:].split(1, dim=1)], dim=1)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-4)

@@ -260,7 +260,7 @@ def test_one_of_our_own_runs(tmp_path: Path) -> None:
     model = language_model(vocab_size=257)
     ts.save(model, tmp_path)
     (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_str())
-    lm = TrainshortLM(tmp_path, device="cpu", max_length=100, dtype="float64")
+    lm = TrainshortLM(tmp_path, device="cpu", max_length=100, dtype=torch.float64)
     assert lm.eot_token_id == lm.prefix_token_id == 256
     assert next(lm.model.parameters()).dtype == torch.float64
     text = "one text, " * 20
@@ -269,7 +269,7 @@ def test_one_of_our_own_runs(tmp_path: Path) -> None:
     windows = [tokens[:, :101], tokens[:, 100:201]]
     with torch.no_grad():
         losses = [float(model.double().loss(row[:, :-1], row[:, 1:], reduction="sum")) for row in windows]
-    assert found == pytest.approx(-sum(losses), rel=1e-6)
+    assert found == pytest.approx(-sum(losses), rel=1e-12)
 
 
 def test_memory_that_runs_out(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

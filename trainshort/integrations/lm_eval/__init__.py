@@ -73,13 +73,14 @@ class TrainshortLM(TemplateLM):
         max_length: int | None = None,
         batch_size: int | str = 1,
         max_batch_size: int = 64,
-        device: str | None = None,
-        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
         prefix_token_id: int | None = None,
         max_gen_toks: int = 256,
         **unknown: Any,
     ) -> None:
         super().__init__()
+        dtype = str(dtype).removeprefix("torch.")
         sizes = {"max_length": max_length, "max_batch_size": max_batch_size, "max_gen_toks": max_gen_toks}
         _check(folder, unknown, dtype, sizes)
         self.folder = Path(str(folder))
@@ -87,7 +88,11 @@ class TrainshortLM(TemplateLM):
         self.most_rows, self.max_gen_toks = max_batch_size, max_gen_toks
         if (self.folder / "config.json").exists():
             read_tokenizer_text(self.folder / "tokenizer.json")  # before the weights: says why there is none
-        model = load(self.folder, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device_for(device))
+        model = load(
+            self.folder,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
+            device=device_for(None if device is None else str(device)),
+        )
         if not isinstance(model, LanguageModel):
             raise ValueError(f"{self.folder}: holds an encoder; lm_eval scores language models")
         self.model, self.tokenizer = model, model.tokenizer
@@ -232,8 +237,9 @@ class TrainshortLM(TemplateLM):
         """Of targets [N], float64 on the CPU, and whether each is the most probable; never all logits at once."""
         logs, greedy = [], []
         rows = max(1, LOGITS // self.model.config.vocab_size)
+        dtype = torch.promote_types(states.dtype, torch.float32)
         for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
-            found = self.model.head(part).float().log_softmax(-1)  # [n, V]
+            found = self.model.head(part).log_softmax(-1, dtype=dtype)  # [n, V]
             logs.append(found.gather(1, wanted[:, None])[:, 0])
             greedy.append(found.argmax(-1) == wanted)
         return torch.cat(logs).double().cpu(), torch.cat(greedy).cpu()
@@ -260,10 +266,11 @@ class TrainshortLM(TemplateLM):
         """Longest first, so that what does not fit is known at once, and rows of a batch are about as long."""
         parts = sorted(parts, key=length, reverse=True)
         budget = piece_of(self.model, 1)
-        while parts:
-            rows = self.rows or min(self.most_rows, max(1, budget // max(1, length(parts[0]))))
-            yield parts[:rows]
-            parts = parts[rows:]
+        start = 0
+        while start < len(parts):
+            rows = self.rows or min(self.most_rows, max(1, budget // max(1, length(parts[start]))))
+            yield parts[start : start + rows]
+            start += rows
 
     def _halving(self, compute: Callable[[list[Part]], list[Result]], parts: list[Part]) -> list[Result]:
         """compute(parts), with batch_size "auto" in halves where memory does not hold all of them."""
