@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LM_EVAL := .venv-lm-eval
 
-.PHONY: test test-all test-gpu check format bench demo clean
+.PHONY: test test-all test-lm-eval test-gpu check format bench demo clean
 
 INTERPRETED := tests/ops/contract tests/ops/triton
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
@@ -16,6 +17,10 @@ test: $(READY)  ## the tests, and the kernels in Triton's interpreter
 test-all: $(READY)  ## the long tests, which `make test` leaves out
 	$(PYTEST) -m "slow and not gpu" --ignore tests/ops/triton
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(INTERPRETED)
+	$(MAKE) test-lm-eval
+
+test-lm-eval: $(LM_EVAL)/.ready  ## the adapter for lm_eval, in an environment of its own: lm_eval brings 60 packages
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/test_lm_eval.py
 
 test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: some minutes
 	$(PYTHON) scripts/test_gpu.py
@@ -43,5 +48,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $(READY)
 
+# torch and the other packages of .venv are used from there. accelerate is for lm_eval's own adapter for transformers.
+$(LM_EVAL)/.ready: $(READY)
+	$(PYTHON) -m venv --clear $(LM_EVAL)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(LM_EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
+	$(LM_EVAL)/bin/python -m pip install --quiet --constraint constraints.txt lm_eval accelerate
+	touch $(LM_EVAL)/.ready
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LM_EVAL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,19 @@ import pytest
 import trainshort
 
 PACKAGE = Path(trainshort.__file__).parent
-LAYERS = ["common", "ops", "positions", "models", "data", "training", "evaluation", "experiments", "report", "cli"]
+LAYERS = [
+    "common",
+    "ops",
+    "positions",
+    "models",
+    "data",
+    "training",
+    "evaluation",
+    "integrations",
+    "experiments",
+    "report",
+    "cli",
+]
 # Layers that stand before one and yet are none of its business.
 BESIDE = {
     "ops": {"common"},

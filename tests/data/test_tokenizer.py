@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tests.hostile_json import EVERY, survives
-from trainshort.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_text, train_bpe
+from trainshort.common.tokenizer_json import END
+from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_from_text, train_bpe
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then the dog sleeps\n" * 20
 BPE = train_bpe(iter([TEXT]), 290)

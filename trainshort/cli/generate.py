@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.cli.errors import INTERRUPTED
@@ -137,10 +138,12 @@ def run(flags: Flags) -> int:
 
     dtype = None if flags.dtype is None else getattr(torch, flags.dtype)
     device = device_for(flags.device)
+    if not Path(flags.folder, "config.json").exists():
+        load(flags.folder)  # says what is wrong
+    tokenizer = load_tokenizer(f"{flags.folder}/tokenizer.json")  # before the weights, which may be many
     model = load(flags.folder, dtype=dtype, device=device)
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{flags.folder} holds an encoder: only language models continue a text")
-    tokenizer = load_tokenizer(f"{flags.folder}/tokenizer.json")
     text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     end = tokenizer.end_id
     prompt = tokenizer.encode(text) or ([] if end is None else [end])  # a text begins where another ended

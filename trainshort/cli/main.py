@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": "attention on this machine, beside what torch offers",
     "report": "one page, figures and tables from the files of runs",
     "inspect": "what each head of a model can provably see of a text",
-    "convert": "pickled weights of a public model to safetensors",
+    "convert": "pickled weights to safetensors, or a model of ours to a BLOOM folder",
 }
 IMPORTING = ("train", "evaluate", "compare", "generate", "inspect", "report")  # take --import
 EXAMPLES = """

@@ -35,6 +35,26 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write files into, which becomes `path` at the end of the block, or disappears if the block fails.
+
+    path: is not there yet, or empty.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{path}: is there already; the folder to write must not be there yet, or be empty")
+    partial = partial_path(path.absolute())
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.iterdir():
+            push_to_disk(file)
+        os.rename(partial, path)
+        push_to_disk(partial.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -10,6 +10,8 @@ from typing import Any
 from trainshort.common.messages import shown
 from trainshort.common.reading import read_text
 
+END = "<|endoftext|>"  # the token that ends a document, in tokenizers that are made here; others call theirs
+END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")
 LARGEST = 256 * 2**20  # bytes of the file
 LARGEST_PADDING = 2**20  # tokens
 SPARE_IDS = 2**16  # that no token has, beside four for each token

@@ -13,10 +13,8 @@ from typing import Any, Protocol
 from trainshort.common.files import write_text
 from trainshort.common.messages import did_you_mean
 from trainshort.common.reading import parse_json
-from trainshort.common.tokenizer_json import package_errors, parse_tokenizer, read_tokenizer_text
+from trainshort.common.tokenizer_json import END, END_NAMES, package_errors, parse_tokenizer, read_tokenizer_text
 
-END = "<|endoftext|>"
-END_NAMES = (END, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<|endofdoc|>", "[EOS]", "[SEP]", "<EOS>")
 LONGEST_WORD = 256  # characters, of a BPE that is trained here
 _SOME = f"{{1,{LONGEST_WORD}}}"
 # As GPT-2 has it: letters, digits or other signs with at most one space before them, or white space; but never long.

@@ -26,6 +26,21 @@ def medium_350m() -> dict[str, Any]:
     return {"num_layers": 24, "d_model": 1024, "num_heads": 16, "activation": "gelu_tanh"}
 
 
+def bloom_560m() -> dict[str, Any]:
+    """BLOOM's smallest: a model of this shape, with any sizes, can be written as a BLOOM folder for transformers."""
+    return {
+        "num_layers": 24,
+        "d_model": 1024,
+        "num_heads": 16,
+        "embedding_norm": True,
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "ffn_bias": True,
+        "ffn_out_bias": True,
+    }
+
+
 def paper_wikitext103() -> dict[str, Any]:
     """The paper's model for WikiText-103, but for its adaptive input and softmax."""
     return {
@@ -52,6 +67,7 @@ RECIPES: dict[str, Callable[[], dict[str, Any]]] = {
     "small": small,
     "small-124m": small_124m,
     "medium-350m": medium_350m,
+    "bloom-560m": bloom_560m,
     "paper-wikitext103": paper_wikitext103,
     "paper-1.3b": paper_1_3b,
 }

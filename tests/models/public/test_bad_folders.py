@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trainshort as ts
+from tests.cli.run_cli import run_cli
 from tests.hostile_json import EVERY, survives
 from tests.models.public.folders import (
     BAICHUAN,
@@ -96,6 +97,14 @@ def test_a_truncated_file(tmp_path: Path, size: int) -> None:
     assert_refused(tmp_path, "model.safetensors", "not a whole safetensors file", "download it again")
 
 
+@pytest.mark.usefixtures("nothing_filled")
+def test_one_truncated_file_of_several(tmp_path: Path) -> None:
+    write_folder(tmp_path, BAICHUAN, baichuan_tensors(), files=3)
+    name = "model-00002-of-00003.safetensors"
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-5])
+    assert_refused(tmp_path, name, "not a whole safetensors file")
+
+
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / INDEX
     index = json.loads(path.read_text())
@@ -164,6 +173,8 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         (MPT | {"attn_config": {"alibi_bias_max": -1}}, ("attn_config.alibi_bias_max",)),
         (MPT | {"attn_config": {"clip_qkv": "6"}}, ("attn_config.clip_qkv must be a finite number",)),
         (MPT | {"attn_config": [1]}, ("attn_config must be an object",)),
+        (MPT | {"ffn_config": {"ffn_type": "mptglu"}}, ("ffn_config.ffn_type", "'mptglu'")),
+        (MPT | {"ffn_config": {"ffn_act_fn": {"name": "relu"}}}, ("ffn_config.ffn_act_fn", "relu")),
         (MPT | {"logit_scale": 0.5}, ("logit_scale",)),
         (MPT | {"norm_type": "rmsnorm"}, ("norm_type",)),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, ("apply_residual_connection_post_layernorm",)),
@@ -245,10 +256,23 @@ def test_learned_positions_of_an_mpt_are_refused(tmp_path: Path) -> None:
 
 
 def test_masks_of_other_shapes(tmp_path: Path) -> None:
-    model = ts.load(write_folder(tmp_path, BAICHUAN, baichuan_tensors()))
-    tokens = torch.zeros(1, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=re.escape("key_padding_mask must be [1, 5] like tokens, got [1, 1, 5, 5]")):
-        model(tokens, key_padding_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool))
+    model = ts.load(write_folder(tmp_path / "decoder", BAICHUAN, baichuan_tensors()))
+    encoder = ts.load(write_folder(tmp_path / "encoder", MOSAIC, mosaic_tensors()))
+    assert isinstance(model, ts.LanguageModel)
+    assert isinstance(encoder, ts.Encoder)
+    tokens, mask = torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    calls: list[Callable[[], Any]] = [
+        lambda: model(tokens, key_padding_mask=mask),
+        lambda: model(tokens, key_padding_mask=mask, cache=model.make_cache(1)),
+        lambda: model.loss(tokens, tokens, key_padding_mask=mask),
+        lambda: model.generate(tokens, key_padding_mask=mask, max_new_tokens=2),
+        lambda: encoder(tokens, mask),
+        lambda: encoder.pool(tokens, mask),
+    ]
+    said = re.escape("key_padding_mask must be [1, 5] like tokens, got [1, 1, 5, 5]")
+    for call in calls:
+        with pytest.raises(ValueError, match=said):
+            call()
 
 
 def test_a_broken_tokenizer_is_found_before_the_weights(tmp_path: Path) -> None:
@@ -258,7 +282,11 @@ def test_a_broken_tokenizer_is_found_before_the_weights(tmp_path: Path) -> None:
     assert_refused(tmp_path, "tokenizer.json", "not a tokenizer")
 
 
-def test_a_sentencepiece_tokenizer_is_not_read(tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who needs a text says so, before weights are read."""
     write_folder(tmp_path, BAICHUAN, baichuan_tensors())
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
     assert ts.load(tmp_path).tokenizer is None
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    said = run_cli(capsys, "generate", tmp_path, "--prompt", "x").one_sentence()
+    assert "the folder has a SentencePiece tokenizer.model only, which is not read" in said

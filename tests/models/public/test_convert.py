@@ -136,7 +136,7 @@ def test_places_that_are_refused(tmp_path: Path, capsys: Capture) -> None:
         return run_cli(capsys, "convert", *words).one_sentence()
 
     assert "no such folder" in refused(tmp_path / "nowhere", "--out", tmp_path / "new")
-    assert "--out must be a folder that is not there yet" in refused(folder, "--out", folder)
+    assert "is there already; the folder to write must not be there yet" in refused(folder, "--out", folder)
     (folder / "pytorch_model.bin").unlink()
     assert "nothing to convert" in refused(folder, "--out", tmp_path / "new")
     index = folder / "pytorch_model.bin.index.json"

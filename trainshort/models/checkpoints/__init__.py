@@ -1,8 +1,8 @@
-"""Models from folders: `load` reads config.json and leaves the rest to the format it names."""
+"""Models from and to folders: `load` and `save` find the format, and leave the rest to its file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,28 @@ import torch
 from trainshort.common.reading import read_json
 from trainshort.common.tokenizer_json import read_tokenizer
 from trainshort.models.checkpoints import native, public
-from trainshort.models.checkpoints.native import save as save
+from trainshort.models.checkpoints.export import save_bloom
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
+
+FORMATS: dict[str, Callable[[LanguageModel | Encoder, str | Path], None]] = {
+    "trainshort": native.save,
+    "bloom": save_bloom,
+}
+
+
+def save(model: LanguageModel | Encoder, folder: str | Path, *, format: str = "trainshort") -> None:
+    """Write a model to a folder, with its tokenizer if it has one.
+
+    format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new folder
+    that transformers loads, for models of BLOOM's shape. A model of another shape is refused with all that differs.
+    """
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
+    kind = type(model).__name__
+    if kind not in native.KINDS:
+        raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
+    FORMATS[format](model, folder)
 
 
 def load(

@@ -24,6 +24,16 @@ MODULES = {
     "head": "lm_head",
 }
 
+# What makes a model BLOOM-like, beside its sizes; all other fields of a ModelConfig are as by default.
+SHAPE: dict[str, Any] = {
+    "embedding_norm": True,
+    "activation": "gelu_tanh",
+    "qkv_bias": True,
+    "attention_out_bias": True,
+    "ffn_bias": True,
+    "ffn_out_bias": True,
+}
+
 
 def is_family(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "bloom"
@@ -38,13 +48,8 @@ def layout(fields: Fields, names: Collection[str]) -> Layout:
         num_layers=fields.size("n_layer", "num_hidden_layers"),
         num_heads=fields.size("n_head", "num_attention_heads", most=MOST_HEADS),
         norm_eps=fields.epsilon("layer_norm_epsilon", 1e-5),
-        embedding_norm=True,
-        activation="gelu_tanh",
-        qkv_bias=True,
-        attention_out_bias=True,
-        ffn_bias=True,
-        ffn_out_bias=True,
         tie_embeddings=fields.flag("tie_word_embeddings", True),
+        **SHAPE,
     )
     qkv = Source((MODULES["trunk.blocks.N.attention.qkv"],), grouped_qkv(config.num_heads, 1, config.width))
     return Layout(

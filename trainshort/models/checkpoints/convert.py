@@ -7,7 +7,6 @@ it is there whole, or not at all. Code that lies in the old folder is not copied
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.common.checks import is_plain_name
-from trainshort.common.files import partial_path, push_to_disk
+from trainshort.common.files import new_folder
 from trainshort.common.messages import shown
 from trainshort.common.reading import file_size, parse_json, read_json
 from trainshort.models.checkpoints.shards import INDEX, SINGLE
@@ -49,26 +48,17 @@ class Conversion:
 
 
 def convert(folder: str | Path, out: str | Path) -> Conversion:
-    """Write the folder `out`, which must not be there yet, from a folder with pickled weights."""
+    """Write the folder `out`, which must not be there yet or be empty, from a folder with pickled weights."""
     folder, out = Path(folder), Path(out)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; convert takes one with config.json and {PICKLE}")
     read_json(folder / "config.json", "convert takes a folder with config.json and pickled weights")
-    if out.exists():
-        raise FileExistsError(f"{out}: is there already; out (--out) must be a folder that is not there yet")
     sources = _pickles(folder)
-    partial = partial_path(out)
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(out) as partial:
         files = tuple(_convert_file(folder / source, partial / _renamed(source)) for source in sources)
         if len(files) > 1:
             _write_index(partial / INDEX, files)
         kept, left_out = _copy_others(folder, partial, sources)
-        for path in partial.iterdir():
-            push_to_disk(path)
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Conversion(files, kept, left_out)
 
 

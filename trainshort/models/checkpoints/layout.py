@@ -101,7 +101,7 @@ def load_layout(
     except (RuntimeError, TypeError, ValueError) as error:  # torch has a RuntimeError for sizes beyond 2^63
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from error
     targets = stored_tensors(model)
-    sources = {name: _source(layout.modules, name) for name in targets}
+    sources = {name: source_of(layout.modules, name) for name in targets}
     _compare(layout, weights, sources, targets)
     _check_copies(layout, weights)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def load_layout(
     return model
 
 
-def _source(modules: Table, name: str) -> Source:
+def source_of(modules: Table, name: str) -> Source:
     """Where a tensor of ours comes from, with the names of tensors instead of modules."""
     layer = re.search(r"\.blocks\.(\d+)\.", name)
     number = "" if layer is None else layer[1]

@@ -64,6 +64,9 @@ def _refuse_others(fields: Fields, attention: Fields) -> None:
         attention.only(name, False)
     attention.only("sliding_window_size", -1)
     fields.only("norm_type", "low_precision_layernorm", "layernorm")
+    inner = fields.inner("ffn_config")
+    inner.only("ffn_type", "mptmlp")
+    inner.only("ffn_act_fn", {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
     if "logit_scale" in fields:
         raise fields.error("logit_scale", "is not implemented: it must be null")
 

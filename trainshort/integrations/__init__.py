@@ -1,0 +1,1 @@
+"""Other people's programs, with our models in them."""
