@@ -22,6 +22,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_it_learns_and_holds_on_long_spans(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -338,6 +338,7 @@ def two_counters(batch: int, length: int, seed: int) -> Tensor:
     return (first[:, steps % 2] + steps // 2) % VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random weights", "trained"])
 def test_teacher_forcing_over_many_tokens(kind: str) -> None:
     """Differences of logits from tolerance 0 are those of rounding, and memory stays where it is."""

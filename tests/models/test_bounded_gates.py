@@ -139,6 +139,7 @@ def test_outputs_are_within_the_bound(
         assert text.error(found) <= tolerance * text.diameter() + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_surprises_certificates_hold(kind: str) -> None:
     """Queries and keys as at the start: nothing fails, and what is lost is within the bound."""

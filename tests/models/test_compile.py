@@ -134,6 +134,7 @@ def test_blocks_of_many_models() -> None:
     assert len(counted.graphs) == 11
 
 
+@pytest.mark.slow
 @OF_GRAD
 def test_a_model_with_compiled_blocks_can_be_copied_pickled_and_compiled_whole() -> None:
     model, tokens = language_model().train(), random_tokens(2, 30)
@@ -214,6 +215,7 @@ def test_a_decoding_step(position: str) -> None:
     decode(position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["alibi", "none"])
 def test_a_decoding_step_of_padded_rows_in_a_growing_cache(position: str) -> None:
     decode(position, padded=True, capacity=None)

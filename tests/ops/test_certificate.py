@@ -206,6 +206,7 @@ def random_problems(draw) -> tuple[Case, int]:
     return case, draw(st.sampled_from(BLOCKS))
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(problem=random_problems())
 def test_random_problems(problem: tuple[Case, int]) -> None:

@@ -13,9 +13,13 @@ import pytest
 from tests.ops.certificates import FLOAT64_NOISE, Count, count
 from tests.ops.generators import cases
 
+# A worst share below this would mean windows so wide that counting them tells nothing. Powers of the distance are
+# certified by a line below them, which leaves more room.
+TIGHT = {"slopes": 0.9, "decay": 0.9, "power": 0.8}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["slopes", "decay", "power"])
+@pytest.mark.parametrize("kinds", TIGHT)
 @pytest.mark.parametrize("seed", range(4))
 def test_certificates_counted(seed: int, kinds: str, record_property: Callable[[str, object], None]) -> None:
     found = count(itertools.islice(cases(seed, kinds=kinds), 400))
@@ -23,7 +27,7 @@ def test_certificates_counted(seed: int, kinds: str, record_property: Callable[[
     record_property("worst share of the tolerance", found.worst)
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
     assert found.rows >= 800_000
-    assert found.worst >= 0.9, "too loose to tell anything"
+    assert found.worst >= TIGHT[kinds], "too loose to tell anything"
 
 
 @pytest.mark.parametrize("kinds", ["slopes", "decay", "power"])

@@ -102,6 +102,7 @@ def random(*shape: int, **about: Any) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
 def test_the_mean_over_seeds_is_attention_without_dropout(backend: str) -> None:
     q, k, v = (t.detach() for t in random(1, 2, 20, 4))

@@ -108,6 +108,7 @@ def test_compiled_for_more_keys_than_queries(name: str) -> None:
         assert_same(results(compiled, *inputs), results(WIDE[name], *inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["none", "linear", "bucket"])
 def test_compiled_for_grouped_queries_under_padding(bias: str) -> None:
     torch.compiler.reset()

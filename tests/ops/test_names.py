@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "first",
-    ["ts.attention", "ts.alibi_slopes(2)", "__import__('trainshort.ops.blocked.run')"],
+    [
+        "ts.attention",
+        pytest.param("ts.alibi_slopes(2)", marks=pytest.mark.slow),
+        pytest.param("__import__('trainshort.ops.blocked.run')", marks=pytest.mark.slow),
+    ],
 )
 def test_attention_is_the_function(first: str) -> None:
     """`trainshort.attention` is a function, whatever was imported before."""

@@ -137,6 +137,7 @@ def test_forward_and_backward_skip_exactly_the_kept_set(feature: str) -> None:
     assert min(without.values()) > 1.0, f"the kept set is not to be told from everything: {without}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs_bias_gradient", [True, False])
 def test_only_some_gradients_skip_the_same_set(needs_bias_gradient: bool) -> None:
     """Another path may compute the gradients where the slopes ask for none: it skips the same set."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.report.made import make_run, make_runs
 from trainshort.report.build import FIGURES, build_report
 
@@ -27,6 +29,7 @@ def test_every_figure_parses(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_names_are_not_mathematics(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "a", "$\\frac{1}$ & <b> 漢字 \\notacommand", model="$")
     make_run(tmp_path / "runs" / "b", "_hidden")
@@ -36,6 +39,7 @@ def test_names_are_not_mathematics(tmp_path: Path) -> None:
             ElementTree.parse(path)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     contents = []

@@ -207,6 +207,7 @@ def test_a_run_without_tests_still_shows_its_training(tmp_path: Path) -> None:
     assert "No run has perplexities" in page.text
 
 
+@pytest.mark.slow
 def test_the_page_stays_under_its_limit(tmp_path: Path) -> None:
     for seed in range(60):
         make_run(tmp_path / "runs" / f"alibi-{seed}", seed=seed, sliding=True, steps=3000, lr=0.001 * (1 + seed % 20))
@@ -216,6 +217,7 @@ def test_the_page_stays_under_its_limit(tmp_path: Path) -> None:
     assert len(page.chart("training")["views"][0]["traces"]) == 60
 
 
+@pytest.mark.slow
 def test_many_heads_fit_too(tmp_path: Path) -> None:
     grid = [[0.123456 + head / 100 for head in range(40)] for _ in range(48)]
     for number in range(6):

@@ -32,6 +32,7 @@ def test_one_graph(graphs: list[Any], data: Path, tmp_path: Path, dropout: float
             assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_documents(graphs: list[Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for the first number of borders, and one for all others."""
     from trainshort.training import batches

@@ -88,7 +88,7 @@ def test_kill_at_random_moments(data: Path, tmp_path: Path) -> None:
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_save_and_stop(data: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     """By the command line: one sentence, the exit status of a signal, and a run that goes on exactly."""
     config = small_config(data, tmp_path / "run", steps=100_000, checkpoint_every=0)

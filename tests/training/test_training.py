@@ -131,6 +131,7 @@ PRO = ("norm=rmsnorm", "activation=silu", "gated=true", "qk_norm=true", "kv_shif
 LONGER = ("position.trained_length=32",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "options"),
     [

@@ -108,11 +108,11 @@ def evaluate(
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length to evaluate at")
-    text = _text(data, config.split)
+    text = text_of(data, config.split)
     first, last = scored_span(
         len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead, to_the_end=text.tokenizer is not None
     )
-    network = model if isinstance(model, LanguageModel) else _loaded(Path(model), config)
+    network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
     kept = None if isinstance(model, LanguageModel) else _kept(Path(model), network, out)
     highest = int(np.asarray(text.tokens[first : last + 1]).max())
     if highest >= network.config.vocab_size:
@@ -138,9 +138,8 @@ def evaluate(
     return records
 
 
-def _loaded(folder: Path, config: EvaluateConfig) -> LanguageModel:
-    dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    model = load(folder, dtype=dtype, device=device_for(config.device))
+def loaded(folder: str | Path, dtype: str | None, device: str | None) -> LanguageModel:
+    model = load(folder, dtype=None if dtype is None else getattr(torch, dtype), device=device_for(device))
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{folder} holds an encoder: perplexity needs a language model")
     return model
@@ -159,7 +158,7 @@ def _kept(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | 
     return Kept(place, weights, about)
 
 
-def _text(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:
+def text_of(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:
     if isinstance(data, np.ndarray):
         return Text(data, None, split)
     if isinstance(data, PlainText):

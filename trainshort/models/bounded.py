@@ -20,7 +20,7 @@ from torch import Tensor
 from trainshort.models.bounded_gates import GatedKeys
 from trainshort.models.bounded_keys import CLOSE, BoundedKeys
 from trainshort.models.bounded_slopes import SlopedKeys
-from trainshort.models.cache import KeyValueCache
+from trainshort.models.cache import Bookmark, KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.ring_sizes import ADAPT, BoundedCacheError, RingSizes
 from trainshort.ops.bias import Bias, LinearBias
@@ -226,6 +226,9 @@ class BoundedCache(KeyValueCache):
     def _set_capacity(self) -> None:
         """Up to how many tokens every step is like the one before."""
         self.capacity = min(self.text.shape[1], 2**62 if self.held is None else self.held.full_at)
+
+    def bookmark(self) -> Bookmark:
+        raise TypeError("a bounded cache has forgotten what a bookmark would return to: use a full cache")
 
     def rollback(self, tokens: int = 0) -> None:
         """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.

@@ -11,7 +11,7 @@ sequence of kernels on the same memory, which a CUDA graph can replay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ from trainshort.ops.triton.shapes import MOST_ROWS
 from trainshort.ops.values import trust_norms
 
 FIRST_CAPACITY = 256  # of a growing cache
+
+
+class Bookmark(NamedTuple):
+    """A place in the text of a cache."""
+
+    length: int
+    last: dict[int, Tensor]  # as KeyValueCache.last was then
 
 
 class KeyValueCache:
@@ -205,6 +212,20 @@ class KeyValueCache:
         self.length += tokens
         if self.sequences is not None:
             self.sequences += self._one_more
+
+    def bookmark(self) -> Bookmark:
+        """Where the text ends now, for `return_to`."""
+        return Bookmark(self.length, {layer: kv.clone() for layer, kv in self.last.items()})
+
+    def return_to(self, bookmark: Bookmark) -> None:
+        """Forget what came after a bookmark. The norms of blocks stay: they still bound the keys that are left."""
+        if self.is_stepping:
+            raise ValueError("a stepping cache does not go back: call end_steps first")
+        if bookmark.length > self.length:
+            raise ValueError(f"the bookmark is at {bookmark.length} tokens, the cache has only {self.length}")
+        self.length = bookmark.length
+        for layer, kv in bookmark.last.items():
+            self.last[layer].copy_(kv)
 
     # Stepping: one token at a time, at a place that the device knows.
 

@@ -31,7 +31,7 @@ print(memory("VmHWM") - before, sum(each.numel() * each.element_size() for each 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("files", [1, 4])
+@pytest.mark.parametrize("files", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_peak_is_the_model_and_one_tensor(tmp_path: Path, files: int) -> None:
     """The file is float32, and twice as large as the model: read as a whole, it would show."""
     small = write_folder(tmp_path / "small", BAICHUAN, baichuan_tensors())
