@@ -55,18 +55,13 @@ def weights_of(folder: Path) -> str:
     return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
-def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str) -> Record:
+def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str | None = None) -> Record:
     """What a report shows of a model, from its own files. config: of our model, as ModelConfig.to_dict gives it.
 
-    length: that it was trained at, where that is known.
+    length: that it was trained at, where that is known. weights: their fingerprint.
     """
-    return {
-        "name": folder.resolve().name,
-        "folder": str(folder),
-        "weights": weights,
-        "length": length,
-        "model": dict(config),
-    }
+    known = {} if weights is None else {"weights": weights}
+    return {"name": folder.resolve().name, "folder": str(folder), **known, "length": length, "model": dict(config)}
 
 
 def place_for(folder: Path, config: Mapping[str, Any], out: str | Path | None) -> Path:

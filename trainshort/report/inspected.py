@@ -299,10 +299,10 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
     looks += table_html(looks_table(found), "The farthest looks") + download_html("looks", "Download as CSV")
     bound = f"<p>{escaped(bound_sentence(found))}</p>" + quiet.format(
         "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's "
-        "own, or keys turned about their centre without getting longer, move the output by no more than the bound. "
-        "Of each layer: the largest part of any query's attention that was not visited, as measured; the diameter of "
-        "the values, from above; the bound, which is the tolerance times that; and the mean norm of what a head "
-        "gives, for scale. Rounding in the model's own dtype comes on top."
+        "own, or keys turned about their centre without getting longer, move the output by no more than the bound. Of "
+        "each layer: the largest part of any query's attention that lies outside of its window, as measured; the "
+        "diameter of the values, from above; the bound, which is the tolerance times that; and the mean norm of what "
+        "a head gives, for scale, with the bound as a share of it. Rounding in the model's own dtype comes on top."
     )
     bound += table_html(layers_table(found), "The bound of each layer") + download_html("layers", "Download as CSV")
     return [
