@@ -16,7 +16,7 @@ from trainshort.common.checks import is_whole
 from trainshort.common.fields import Fields
 from trainshort.common.files import sha256
 from trainshort.common.reading import read_json
-from trainshort.evaluation.records import NAME, Record, fingerprint
+from trainshort.evaluation.records import NAME, Record, fingerprint, read_records
 
 FOLDER = "evaluations"  # in which models that are no runs of ours have their figures, by name
 # What configs call the length that a model was trained at, or made for.
@@ -97,8 +97,11 @@ def check_same_model(place: Path, weights: str) -> None:
     if not (place / NAME).exists():
         return
     about = read_json(place / NAME, "remove it and evaluate again").get("about")
-    if isinstance(about, dict) and about.get("weights") != weights:
+    told = about.get("weights") if isinstance(about, dict) else None
+    others = {told, *(record.get("model") for record in read_records(place))} - {weights, None}
+    if others:
+        whose = f", those of {about.get('folder')}" if isinstance(about, dict) else ""
         raise FileExistsError(
-            f"{place / NAME} holds figures of other weights, those of {about.get('folder')}: name another folder "
-            "with out (--out), or remove it"
+            f"{place / NAME} holds figures of other weights{whose}: name another folder with out (--out), or remove "
+            "it"
         )
