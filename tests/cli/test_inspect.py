@@ -88,10 +88,10 @@ def test_what_cannot_be_inspected_is_named(capsys: Capture, untrained: Path, tex
 
 
 def test_one_token_is_enough_and_brackets_in_names_are_text(capsys: Capture, untrained: Path) -> None:
-    Path("a[red]b[/b].txt").write_text("x")
-    done = run_cli(capsys, "inspect", untrained, "--text", "a[red]b[/b].txt", "--no-figures")
+    Path("a[red]b[bold].txt").write_text("x")
+    done = run_cli(capsys, "inspect", untrained, "--text", "a[red]b[bold].txt", "--no-figures")
     assert done.status == 0
-    assert "a[red]b[/b].txt" in done.out.replace("\n", "")
+    assert "a[red]b[bold].txt" in done.out.replace("\n", "")
 
 
 def test_a_public_model_is_evaluated_beside_a_run(
