@@ -113,7 +113,7 @@ def evaluate(
         len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead, to_the_end=text.tokenizer is not None
     )
     network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
-    kept = None if isinstance(model, LanguageModel) else _kept(Path(model), network, out)
+    kept = None if isinstance(model, LanguageModel) else kept_in(Path(model), network, out)
     highest = int(np.asarray(text.tokens[first : last + 1]).max())
     if highest >= network.config.vocab_size:
         raise ValueError(
@@ -145,7 +145,7 @@ def loaded(folder: str | Path, dtype: str | None, device: str | None) -> Languag
     return model
 
 
-def _kept(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | None:
+def kept_in(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | None:
     config = read_json(folder / "config.json", "load takes the folder that holds config.json")
     if out is None and not is_ours(config):
         return None

@@ -20,7 +20,7 @@ from trainshort.models import load
 
 CHARACTERS = 16  # of a text that is read for each token wanted: hardly any tokenizer makes longer ones
 LOOKS = 12  # heads of which the farthest look is shown
-AROUND = 24  # characters that are shown up to it
+AROUND = 20  # characters that are shown up to it
 
 
 def inspect_folder(
