@@ -87,9 +87,11 @@ def test_what_cannot_be_inspected_is_named(capsys: Capture, untrained: Path, tex
     assert not Path("inspections").exists(), "nothing was written"
 
 
-def test_one_token_is_enough(capsys: Capture, untrained: Path) -> None:
-    Path("one.txt").write_text("x")
-    assert run_cli(capsys, "inspect", untrained, "--text", "one.txt", "--no-figures").status == 0
+def test_one_token_is_enough_and_brackets_in_names_are_text(capsys: Capture, untrained: Path) -> None:
+    Path("a[red]b[bold].txt").write_text("x")
+    done = run_cli(capsys, "inspect", untrained, "--text", "a[red]b[bold].txt", "--no-figures")
+    assert done.status == 0
+    assert "a[red]b[bold].txt" in done.out.replace("\n", "")
 
 
 def test_a_public_model_is_evaluated_beside_a_run(

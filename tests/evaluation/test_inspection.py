@@ -19,6 +19,7 @@ from trainshort.ops.norms import center_of
 from trainshort.ops.problem import make_problem
 
 LENGTH = 200
+QUICK = ("alibi", "one-sided encoder")  # the others are for make test-all
 TOLERANCE = 2.0**-10
 CASES: dict[str, dict[str, Any]] = {
     "alibi": {},
@@ -71,7 +72,12 @@ def dense(model: ts.LanguageModel | ts.Encoder, seen: Attended, k: Tensor | None
     return scores.softmax(-1)
 
 
-@pytest.mark.parametrize("name", CASES)
+def cases(*left_out: str) -> list[Any]:
+    marks = {name: () if name in QUICK else pytest.mark.slow for name in CASES if name not in left_out}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("name", cases())
 @torch.no_grad()
 def test_figures_are_those_of_the_softmax(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mass, "AT_ONCE_ELSEWHERE", 7 * 4 * LENGTH)  # so that rows come in many parts
@@ -107,7 +113,7 @@ def test_figures_are_those_of_the_softmax(name: str, monkeypatch: pytest.MonkeyP
         assert min(min(row) for row in found["heads"]["seen"]) < 0.9, "nothing was proved"
 
 
-@pytest.mark.parametrize("name", [each for each in CASES if each != "rotary"])
+@pytest.mark.parametrize("name", cases("rotary"))
 @torch.no_grad()
 def test_nothing_outside_of_windows_moves_the_output_beyond_the_bound(name: str) -> None:
     model = made(name)

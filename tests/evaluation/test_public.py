@@ -19,7 +19,7 @@ from trainshort.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from trainshort.evaluation.about import check_place, configured_length, place_for
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.evaluate import evaluate
-from trainshort.evaluation.records import read_records
+from trainshort.evaluation.records import add_record, read_records
 from trainshort.evaluation.runs import open_run
 
 TEXT = "Words of a text, some of them long: extrapolation, and numbers such as 1729. " * 6
@@ -104,6 +104,15 @@ def test_figures_of_two_models_never_share_a_folder(bloom_folder: Path, text_fil
         evaluate(folder, data, EvaluateConfig(lengths=(16,)), out=tmp_path / "out")
     with pytest.raises(FileExistsError, match="holds figures of other weights"):
         evaluate(other, open_run(other, text=text_file).data, EvaluateConfig(lengths=(16,)), out=tmp_path / "out")
+
+
+def test_figures_never_go_to_a_run_of_another_model(bloom_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    data = open_run(bloom_folder, text=text_file).data
+    add_record(tmp_path, {"length": 8, "mode": "nonoverlapping", "stride": 8}, "0123456789abcdef")
+    before = (tmp_path / "evaluation.json").read_bytes()
+    with pytest.raises(FileExistsError, match="holds figures of other weights: name another"):
+        evaluate(bloom_folder, data, EvaluateConfig(lengths=(16,)), out=tmp_path)
+    assert (tmp_path / "evaluation.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(

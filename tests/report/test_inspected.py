@@ -73,10 +73,14 @@ def test_files_and_numbers(tmp_path: Path) -> None:
     assert "2⁻¹⁴ of a query" in re.sub(r"\s+", " ", text)
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(tmp_path: Path) -> None:
     build_inspection(found(), tmp_path, dots=50)
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"heads_can_see.svg", "heads_visited.png", "visited.svg", "distance.png", "positions.svg"} <= names
+    (tmp_path / "figures" / "mine.svg").write_text("mine")
+    build_inspection(found(), tmp_path, figures=False)
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.svg"], "old figures go, others stay"
 
 
 def test_sentences_say_what_was_found() -> None:

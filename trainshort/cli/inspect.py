@@ -62,9 +62,10 @@ def run(flags: Flags) -> None:
     from trainshort.common.files import write_json
     from trainshort.report.inspected import build_inspection
 
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / NAME, found)
     with waiting("drawing the page"):
         page = build_inspection(found, out, figures=flags.figures)
-        write_json(out / NAME, found)
     print(f"{page} shows it; {NAME}, tables and figures are beside it")
 
 

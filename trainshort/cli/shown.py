@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -31,7 +32,8 @@ def print_table(table: Table) -> None:
 
 
 def new_table(title: str, columns: Sequence[str], caption: str | None = None) -> Table:
-    """The first column on the left, figures on the right."""
+    """The first column on the left, figures on the right. Brackets in titles, such as names of folders, are text."""
+    title, caption = escape(title), None if caption is None else escape(caption)
     table = Table(
         title=title, caption=caption, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
     )

@@ -17,7 +17,8 @@ from trainshort.common.fields import Fields
 from trainshort.common.files import sha256
 from trainshort.common.reading import read_json
 from trainshort.evaluation.recall_records import NAME as RECALL
-from trainshort.evaluation.records import NAME, Record, fingerprint
+from trainshort.evaluation.recall_records import read_records as read_recall
+from trainshort.evaluation.records import NAME, Record, fingerprint, read_records
 
 FOLDER = "evaluations"  # in which models that are no runs of ours have their figures, by name
 # What configs call the length that a model was trained at, or made for.
@@ -56,18 +57,13 @@ def weights_of(folder: Path) -> str:
     return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
-def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str) -> Record:
+def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str | None = None) -> Record:
     """What a report shows of a model, from its own files. config: of our model, as ModelConfig.to_dict gives it.
 
-    length: that it was trained at, where that is known.
+    length: that it was trained at, where that is known. weights: their fingerprint.
     """
-    return {
-        "name": folder.resolve().name,
-        "folder": str(folder),
-        "weights": weights,
-        "length": length,
-        "model": dict(config),
-    }
+    known = {} if weights is None else {"weights": weights}
+    return {"name": folder.resolve().name, "folder": str(folder), **known, "length": length, "model": dict(config)}
 
 
 def place_for(folder: Path, config: Mapping[str, Any], out: str | Path | None) -> Path:
@@ -101,10 +97,14 @@ def check_place(place: Path, *names: str) -> None:
 
 def check_same_model(place: Path, weights: str) -> None:
     """Refuse to put figures of one model to those of another."""
-    for path in (place / NAME, place / RECALL):
-        about = read_json(path, "remove it and evaluate again").get("about") if path.exists() else None
-        if isinstance(about, dict) and about.get("weights") != weights:
+    for name, read in ((NAME, read_records), (RECALL, read_recall)):
+        path = place / name
+        if not path.exists():
+            continue
+        about = read_json(path, "remove it and evaluate again").get("about")
+        told = about.get("weights") if isinstance(about, dict) else None
+        if {told, *(record.get("model") for record in read(place))} - {weights, None}:
+            whose = f", those of {about.get('folder')}" if isinstance(about, dict) else ""
             raise FileExistsError(
-                f"{path} holds figures of other weights, those of {about.get('folder')}: name another folder with "
-                "out (--out), or remove it"
+                f"{path} holds figures of other weights{whose}: name another folder with out (--out), or remove it"
             )

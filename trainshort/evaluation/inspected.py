@@ -13,14 +13,14 @@ from trainshort.common.devices import device_for
 from trainshort.common.reading import read_json
 from trainshort.data.plain import EMBEDDED_NAME, embedded_text, read_plain, tokenizer_of, with_special_tokens
 from trainshort.data.tokenizer import Tokenizer
-from trainshort.evaluation.about import about_model, trained_length, weights_of
+from trainshort.evaluation.about import about_model, trained_length
 from trainshort.evaluation.inspect_config import InspectConfig
 from trainshort.evaluation.inspection import inspect
 from trainshort.models import load
 
 CHARACTERS = 16  # of a text that is read for each token wanted: hardly any tokenizer makes longer ones
 LOOKS = 12  # heads of which the farthest look is shown
-AROUND = 40  # characters that are shown up to it
+AROUND = 20  # characters that are shown up to it
 
 
 def inspect_folder(
@@ -52,7 +52,7 @@ def inspect_folder(
     length = trained_length(folder, header)
     return found | {
         "trainshort": trainshort.__version__,
-        "about": about_model(folder, model.config.to_dict(), length, weights_of(folder)),
+        "about": about_model(folder, model.config.to_dict(), length),
         "text": {"name": EMBEDDED_NAME if text is None else str(text), "tokens": len(tokens)},
         "looks": farthest_looks(found, tokens, tokenizer),
     }

@@ -12,6 +12,8 @@ from typing import Any
 
 from trainshort.report.build import plotly_js, write_files
 from trainshort.report.charts import Chart, Plot, View, axis, plotly_text, trained_at
+from trainshort.report.figures import HEAD_FIGURES
+from trainshort.report.figures import drawn as files_of
 from trainshort.report.head_charts import grid_layout, heat
 from trainshort.report.heads import few_heads
 from trainshort.report.methods import COLORS
@@ -27,6 +29,7 @@ SHARES = {
     "tickvals": [10.0**-power for power in range(7)],
     "ticktext": ["100%", "10%", "1%", "0.1%", "0.01%", "0.001%", "0.0001%"],
 }
+FIGURES = (*(f"heads_{name}" for name in HEAD_FIGURES), "visited", "distance", "positions")
 MANY = 8  # heads in one chart of lines
 DASHES = ("solid", "dash", "dot", "dashdot")
 Values = Mapping[str, Any]
@@ -51,14 +54,15 @@ def build_inspection(found: Values, out: str | Path, *, figures: bool = True, do
     tables |= {"layers": layers_table(found), "looks": looks_table(found)}
     files = {f"tables/{name}.csv": table.csv.encode() for name, table in tables.items()}
     if figures:
-        from trainshort.report.figures import drawn as files_of
-
         for chart in drawn:
             files |= {f"figures/{name}": data for name, data in files_of(chart, dots)}
     csv = {name: table.csv for name, table in tables.items()}
     heading = (f"What {found['about']['name']} sees", _subtitle(found))
     files[PAGE] = document(heading, _notes(found), _sections(found, drawn), drawn, csv, plotly).encode("utf-8")
     write_files(Path(out), files)
+    for path in (Path(out) / "figures").glob("*"):  # of an earlier inspection
+        if path.stem in FIGURES and f"figures/{path.name}" not in files:
+            path.unlink()
     return Path(out) / PAGE
 
 
@@ -300,9 +304,9 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
     bound = f"<p>{escaped(bound_sentence(found))}</p>" + quiet.format(
         "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's "
         "own, or keys turned about their centre without getting longer, move the output by no more than the bound. "
-        "Of each layer: the largest part of any query's attention that was not visited, as measured; the diameter of "
-        "the values, from above; the bound, which is the tolerance times that; and the mean norm of what a head "
-        "gives, for scale. Rounding in the model's own dtype comes on top."
+        "Of each layer: the largest part of any query's attention that lies outside of its window, as measured; the "
+        "diameter of the values, from above; the bound, which is the tolerance times that; and the mean norm of what "
+        "a head gives, for scale, with the bound as a share of it. Rounding in the model's own dtype comes on top."
     )
     bound += table_html(layers_table(found), "The bound of each layer") + download_html("layers", "Download as CSV")
     return [
