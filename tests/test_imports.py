@@ -12,13 +12,17 @@ import pytest
 import trainshort
 
 PACKAGE = Path(trainshort.__file__).parent
-LAYERS = ["common", "ops", "positions", "models", "data", "training", "evaluation", "experiments", "report", "cli"]
+LAYERS = [
+    "common", "ops", "positions", "models", "data", "training", "evaluation", "integrations", "experiments", "report",
+    "cli",
+]  # fmt: skip
 # Layers that stand before one and yet are none of its business.
 BESIDE = {
     "ops": {"common"},
     "training": {"evaluation"},
     "data": {"ops", "positions", "models"},
-    "report": {"ops", "positions", "models", "training", "evaluation", "experiments"},
+    "integrations": {"data", "training"},
+    "report": {"integrations", "ops", "positions", "models", "training", "evaluation", "experiments"},
 }
 
 
