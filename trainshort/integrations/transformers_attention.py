@@ -1,8 +1,8 @@
 """The attention modules of BLOOM, MPT and Falcon with ALiBi, computed by `attention` of this package.
 
 Each is a subclass of its module in transformers that takes the place of the module's class: parameters, names and
-hooks are those of the module. Arguments are those of the forward it replaces; biases and masks of length x length that
-the model around would hand in are not needed. `attention_mask` is the padding of transformers_padding.py.
+hooks are those of the module, and arguments those of the forward that it replaces. The bias that the model around
+hands in is not read; `attention_mask` is the padding of transformers_padding.py.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class PatchedMptAttention(MptAttention):
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        q, k, v = (
-            part.transpose(1, 2) for part in qkv.unflatten(-1, (3, self.n_heads, self.head_dim)).unbind(2)
-        )
+        q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (3, self.n_heads, self.head_dim)).unbind(2))
         context = attend(
             (q, k, v),
             slopes_of(self.n_heads, q),
@@ -177,8 +175,8 @@ def _padding(mask: Tensor | None, k: Tensor) -> Tensor | None:
         return None
     if mask.shape[1] != k.shape[2]:
         raise ValueError(
-            f"attention_mask must have a column for each of the {k.shape[2]} keys, cached ones included; "
-            f"got {mask.shape[1]}"
+            f"attention_mask must have a column for each token, cached ones included: {k.shape[2]}; "
+            f"it has {mask.shape[1]}"
         )
     return mask.to(k.device)
 

@@ -2,10 +2,10 @@
 
 Norms are kept on the very tensor of keys that they were measured from. Whatever puts another tensor in its place (to
 reorder beams, to crop, to repeat or select rows, to move between devices) leaves them behind, and the next step
-measures anew. What writes into the tensor changes its version: then too. Neither can be seen while a compiler records,
-nor the version in inference mode: there a static cache compares the number of tokens that it measured with those in
-front of the step, and if they differ, norms are infinite, which means that every key is read. (A compiled step does
-not notice if another model fills the same static cache, after a reset, to exactly the same length.)
+measures anew. What writes into the tensor changes its version: then too. A compiled step cannot see the version, and
+inference mode has none: there a static cache compares the number of tokens that were measured with those in front of
+the step, and if they differ, norms are infinite, which means that every key is read. (So a compiled step does not
+notice that another model filled the same static cache, after a reset, to exactly the same length.)
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def store(cache: Any, layer_index: int, k: Tensor, v: Tensor) -> Stored:
 
 def _known_norms(cache: Any, layer_index: int) -> tuple[Tensor | None, KeyNorms | None]:
     """A layer's keys as they are, and the norms that were measured from them, if nothing was written since."""
-    keys = cache.layers[layer_index].keys if layer_index < len(cache.layers) else None
-    known = getattr(keys, ATTRIBUTE, None)
-    if known is None or torch.compiler.is_compiling():
+    keys: Tensor | None = cache.layers[layer_index].keys if layer_index < len(cache.layers) else None
+    known: KeyNorms | None = getattr(keys, ATTRIBUTE, None)
+    if keys is None or known is None or torch.compiler.is_compiling():
         return keys, known
     return keys, known if known.version == _version(keys) else None
 
@@ -97,21 +97,30 @@ def _static_norms(keys: Tensor, new: Tensor, start: int | Tensor, known: KeyNorm
     if torch.compiler.is_compiling() or known.version is None:
         kept = torch.where(known.end == start, kept, math.inf)
     known.blocks.copy_(_with_new(kept, new, start))
-    known.end.copy_(torch.as_tensor(start + new.shape[2]))
-    if not torch.compiler.is_compiling():
-        known.version = _version(keys)
+    _measured_up_to(known, keys, start + new.shape[2])
     return known.blocks
 
 
 def _measure_static(keys: Tensor, start: int | Tensor, tokens: int) -> Tensor:
-    with torch.inference_mode(keys.is_inference()):
-        blocks = _measure(keys)
-        end = torch.zeros((), dtype=torch.int64, device=keys.device) + start + tokens
-    setattr(keys, ATTRIBUTE, KeyNorms(blocks, end, _version(keys)))
-    trust_norms(blocks)
-    torch._dynamo.mark_static_address(blocks)  # as the cache does with its keys, for CUDA graphs
-    torch._dynamo.mark_static_address(end)
-    return blocks
+    """Norms of all keys that are there; where some were measured before, in the same memory, for CUDA graphs."""
+    known: KeyNorms | None = getattr(keys, ATTRIBUTE, None)
+    if known is None:
+        with torch.inference_mode(keys.is_inference()):
+            known = KeyNorms(_measure(keys), torch.zeros((), dtype=torch.int64, device=keys.device), None)
+        setattr(keys, ATTRIBUTE, known)
+        trust_norms(known.blocks)
+        torch._dynamo.mark_static_address(known.blocks)  # as the cache does with its keys
+        torch._dynamo.mark_static_address(known.end)
+    else:
+        known.blocks.copy_(_measure(keys))
+    _measured_up_to(known, keys, start + tokens)
+    return known.blocks
+
+
+def _measured_up_to(known: KeyNorms, keys: Tensor, end: int | Tensor) -> None:
+    known.end.copy_(torch.as_tensor(end))
+    if not torch.compiler.is_compiling():
+        known.version = _version(keys)
 
 
 def _measure(keys: Tensor) -> Tensor:

@@ -39,15 +39,23 @@ def padding_of(
     none = torch.ones((batch_size, 0), dtype=torch.bool, device=device)
     if attention_mask is None or attention_mask.shape[1] == 0:  # what this returned comes back from `generate`
         return none
-    mask = attention_mask[:, :kv_length]
-    if mask.shape[1] < kv_length:  # a static cache has room behind it
-        mask = torch.nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
+    seen = q_offset + q_length
+    _check_width(attention_mask.shape[1], seen, kv_length)
+    mask = torch.nn.functional.pad(attention_mask, (0, kv_length - attention_mask.shape[1]))
     if _may_look_at(mask):
-        unwritten = torch.arange(kv_length, device=mask.device) >= q_offset + q_length
-        if bool((mask | unwritten).all()):
+        if bool((mask == (torch.arange(kv_length, device=mask.device) < seen)).all()):
             return none
         _refuse_holes(mask)
     return mask
+
+
+def _check_width(width: int, seen: int | Tensor, keys: int) -> None:
+    """A mask has a column for each token seen, or for each key, of which a static cache has more."""
+    fits = width <= keys if isinstance(seen, Tensor) else seen <= keys and (width == seen or width == keys)
+    if not fits:
+        raise ValueError(
+            f"attention_mask must have a column for each token, cached ones included: {seen}; it has {width}"
+        )
 
 
 def _may_look_at(mask: Tensor) -> bool:
