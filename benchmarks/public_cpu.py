@@ -3,8 +3,8 @@
     python benchmarks/public_cpu.py [--out results.json]
 
 One text through a small shape with random weights in float32, logits of the last token. Time: medians of calls that
-alternate in one process. Memory: the largest resident size during a call, beyond that before it. Kept: the share of keys
-in sight that attention visits, over all layers; random weights are not trained ones, whose windows are longer.
+alternate in one process. Memory: the largest resident size during a call, beyond that before it. Kept: the share of
+keys in sight that attention visits, over all layers; random weights are not trained ones, whose windows are longer.
 """
 
 from __future__ import annotations

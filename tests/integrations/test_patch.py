@@ -9,7 +9,9 @@ import torch
 
 import trainshort as ts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from tests.integrations.stock import (
     FAMILIES,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import trainshort as ts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from tests.integrations.stock import FAMILIES, MODELS, padded, patched_like, tokens_of
 from tests.models.public.native import VOCABULARY
@@ -105,7 +107,9 @@ def test_quantities_of_a_cache_change_between_calls(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default", "error:::trainshort")  # torch's compiler uses parts of torch that it deprecates
+@pytest.mark.filterwarnings(
+    "default", "error:::trainshort"
+)  # torch's compiler uses parts of torch that it deprecates
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("name", ["bloom-6", "mpt-8", "falcon-6-multi_query", "falcon-6-grouped", "bloom-6 inductor"])
 def test_compiled_generation(name: str, padding: bool) -> None:

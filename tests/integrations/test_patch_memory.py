@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import trainshort as ts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from tests.integrations.stock import MODELS, padded, tokens_of
 from trainshort.ops import operators

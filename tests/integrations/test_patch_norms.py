@@ -11,7 +11,9 @@ from torch import Tensor
 
 import trainshort as ts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from tests.integrations.stock import FAMILIES, padded, patched_like, tokens_of
 from trainshort.integrations import transformers_attention as patched_attention

@@ -1,4 +1,4 @@
-"""What patching touches and what it leaves alone: undone exactly, saved as stock, other models as before; refusals."""
+"""What patching leaves alone: undone exactly, saved as stock, other models as before; what cannot be patched."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import trainshort as ts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.integrations.stock import FAMILIES, assert_same, patched_like, refuses, stock_logits, tokens_of
@@ -193,6 +194,8 @@ def test_nothing_is_changed_where_one_module_is_refused() -> None:
         ts.patch(model)
     assert traits(model) == before
     other = bloom(6)
-    other.transformer.h[1].self_attention.__class__ = type("Other", (type(other.transformer.h[0].self_attention),), {})
+    other.transformer.h[1].self_attention.__class__ = type(
+        "Other", (type(other.transformer.h[0].self_attention),), {}
+    )
     with refuses(TypeError, "Other", "BloomAttention"):
         ts.patch(other)

@@ -51,7 +51,7 @@ def padding_of(
 
 def _check_width(width: int, seen: int | Tensor, keys: int) -> None:
     """A mask has a column for each token seen, or for each key, of which a static cache has more."""
-    fits = width <= keys if isinstance(seen, Tensor) else seen <= keys and (width == seen or width == keys)
+    fits = width <= keys if isinstance(seen, Tensor) else seen <= keys and width in (seen, keys)
     if not fits:
         raise ValueError(
             f"attention_mask must have a column for each token, cached ones included: {seen}; it has {width}"
