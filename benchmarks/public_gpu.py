@@ -113,22 +113,18 @@ class Steps:
     """One token after another through a cache of transformers, each the likeliest after the one before."""
 
     def __init__(self, model: Any, call: Any, static: bool, context: int) -> None:
-        self.call, self.past = call, 0
-        self.cache = transformers.DynamicCache(config=model.config)
-        self.mask = None
+        self.call = call
+        self.options: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones((1, 0), device="cuda")}
         if static:
-            self.cache = transformers.StaticCache(config=model.config, max_cache_len=context + ROOM)
-            self.mask = torch.zeros((1, context + ROOM), dtype=torch.int64, device="cuda")
+            cache = transformers.StaticCache(config=model.config, max_cache_len=context + ROOM)
+        else:
+            cache = transformers.DynamicCache(config=model.config)
+        self.options["past_key_values"] = cache
         self.token = self.step(tokens_of(BLOOM["vocab_size"], context), model)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, call: Any) -> Tensor:
-        options: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        self.past += tokens.shape[1]
-        if self.mask is not None:
-            self.mask[:, : self.past] = 1
-            options["attention_mask"] = self.mask
-        return call(tokens, **options).logits[:, -1:].argmax(-1)
+        return call(tokens, logits_to_keep=1, **self.options).logits[:, -1:].argmax(-1)
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -156,11 +152,8 @@ def decoding(compiled: bool) -> list[dict[str, Any]]:
             continue
         steps = Steps(model, model, True, context)
         seconds = steps.seconds()
-        options = {"past_key_values": steps.cache, "attention_mask": steps.mask, "use_cache": True}
-        assert steps.mask is not None
-        steps.mask[:, : steps.past + 1] = 1
-        add("patched, static cache", context, seconds, kept_by(model, steps.token, **options))
-        del steps, options
+        add("patched, static cache", context, seconds, kept_by(model, steps.token, **steps.options))
+        del steps
         fresh()
         add("patched, dynamic cache", context, Steps(model, model, False, context).seconds())
     if not compiled:

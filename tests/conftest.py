@@ -18,7 +18,10 @@ settings.load_profile("trainshort")
 HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the cases of one test, `make test` runs the first and every so many after it. Triton's interpreter is slow.
-SAMPLED = {"ops": 32 if INTERPRETED else 6, "models/test_compile.py": 4, "models/test_overfit.py": 4, "models": 2}
+SAMPLED = {
+    "ops": 32 if INTERPRETED else 6, "models/test_compile.py": 4, "models/test_overfit.py": 4, "models": 2,
+    "integrations": 13,
+}  # fmt: skip
 FEWEST = 1 if INTERPRETED else 3  # cases: shorter tables are run whole
 # The same on a GPU, for `scripts/test_gpu.py --sample`.
 SAMPLED_ON_GPU = {"ops": 5}

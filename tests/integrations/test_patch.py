@@ -99,14 +99,16 @@ def test_a_row_of_padding_alone_is_finite(family: str) -> None:
     assert all(bool(each.grad.isfinite().all()) for each in patched.parameters())
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 0)], ids=["none", "empty"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_mask_in_a_static_cache(family: str) -> None:
+def test_without_a_mask_in_a_static_cache(family: str, mask: Any) -> None:
     stock, tokens = FAMILIES[family](), tokens_of(2, 30)
     with torch.no_grad():
         expected, patched = stock_logits(stock, tokens), ts.patch(stock)
         past = transformers.StaticCache(config=patched.config, max_cache_len=64)
-        first = patched(tokens[:, :20], past_key_values=past, use_cache=True).logits
-        assert_same(torch.cat((first, patched(tokens[:, 20:], past_key_values=past).logits), dim=1), expected)
+        options = {"past_key_values": past, "use_cache": True, "attention_mask": mask}
+        found = [patched(part, **options).logits for part in tokens.split([20, 1, 9], dim=1)]
+        assert_same(torch.cat(found, dim=1), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

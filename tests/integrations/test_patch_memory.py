@@ -18,7 +18,7 @@ from tests.integrations.stock import MODELS, padded, tokens_of
 from trainshort.ops import operators
 
 pytestmark = pytest.mark.transformers
-LENGTH = 700
+LENGTH = 600
 BODIES = {
     operator._opoverload: operator._init_fn for operator in (operators.blocked_op, operators.blocked_backward_op)
 }
@@ -76,5 +76,5 @@ def test_the_unpatched_model_fails_this(name: str) -> None:
     model = MODELS[name]()
     if name == "mpt-8":
         model.config.max_seq_len = LENGTH
-    with pytest.raises(AssertionError, match="700, 700"), NothingQuadratic():
+    with pytest.raises(AssertionError, match="600, 600"), NothingQuadratic():
         model(tokens_of(1, LENGTH))
