@@ -198,3 +198,28 @@ def test_a_cache_that_forgets_is_refused() -> None:
     patched(tokens_of(1, 8), past_key_values=past)
     with refuses(ValueError, "a cache that forgets"):
         patched(tokens_of(1, 1), past_key_values=past)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default", "error:::trainshort")  # torch deprecates parts that its compiler uses
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_whole(family: str) -> None:
+    """Training, and steps with a growing cache that are now compiled and now not."""
+    patched = ts.patch(FAMILIES[family]())
+    tokens, mask = padded("left", 60)
+    torch._dynamo.reset()
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for model in (patched, compiled):
+        model(tokens, attention_mask=mask, labels=tokens, use_cache=True).loss.backward()
+        gradients.append([each.grad for each in patched.parameters()])
+        patched.zero_grad(set_to_none=True)
+    for found, expected in zip(*gradients, strict=True):
+        assert_same(found, expected)
+    past = transformers.DynamicCache(config=patched.config)
+    with torch.no_grad():
+        found = [patched(tokens[:, :50], past_key_values=past, use_cache=True).logits]
+        for place in range(50, 60):
+            model = compiled if place % 2 else patched
+            found.append(model(tokens[:, place : place + 1], past_key_values=past, use_cache=True).logits)
+        assert_same(torch.cat(found, dim=1), patched(tokens).logits)

@@ -90,8 +90,10 @@ def _checked_bases(model: nn.Module) -> list[Any]:
 
 
 def _require_transformers() -> None:
-    import transformers
-
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("patching needs transformers: pip install 'trainshort[hf]'") from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(

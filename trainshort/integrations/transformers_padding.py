@@ -70,5 +70,6 @@ def _refuse_holes(mask: Tensor) -> None:
     if len(holes):
         raise ValueError(
             f"attention_mask must be one run of ones a row, got a hole in row {int(holes[0])}: what a hole means to "
-            "distances differs from model to model. Pad on the left or on the right, and on the left to generate"
+            "distances differs from model to model. Pad on the left or on the right; and give `generate` a mask, "
+            "because without one it takes every padding token inside a text for padding"
         )
