@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = ("README.md", "docs/attention.md")
+PAGES = ("README.md", "docs/attention.md", "docs/public-models.md")
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -172,12 +172,64 @@ def models_bounded() -> str:
     return "\n".join([*lines, "", _machine_of(data)]) + "\n"
 
 
+def public_cpu() -> str:
+    data = json.loads((RESULTS / "public_cpu.json").read_text())
+    lines = [
+        "| tokens | transformers, ms | patched | loaded | transformers, MB | patched | loaded | keys kept |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        times, peaks = record["ms"], record["peak_megabytes"]
+        speedups = [f"**{times['transformers'] / times[name]:.1f}×**" for name in ("patched", "loaded")]
+        shares = [f"**{peaks[name] / peaks['transformers']:.0%}**" for name in ("patched", "loaded")]
+        lines.append(
+            f"| {record['length']:,} | {times['transformers']:,.0f} | {' | '.join(speedups)} | "
+            f"{peaks['transformers']:,.0f} | {' | '.join(shares)} | {record['kept']:.0%} |"
+        )
+    about = data["about"]
+    lines += [
+        "",
+        f"{about['machine']}; {about['shapes']}; torch {about['torch']}, transformers {about['transformers']}, "
+        f"commit {about['commit']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def public_gpu() -> str:
+    if not (RESULTS / "public_gpu.json").exists():
+        return "Not measured yet for this version.\n"
+    data = json.loads((RESULTS / "public_gpu.json").read_text())
+    lines = [
+        "| shape | tokens | model | seconds | GiB beyond the weights | keys kept |",
+        "| --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for part, shape in (("bloom", "bloom-560m"), ("mpt", "MPT-7B")):
+        for record in data.get(part, {"records": []})["records"]:
+            what = f"| {shape} | {record['length']:,} | {record['model']} |"
+            if "error" in record:
+                lines.append(f"{what} {record['error']} | – | – |")
+                continue
+            ours = record["model"] != "transformers"
+            kept = f"{data[part]['kept'][str(record['length'])]:.1%}" if ours else "100%"
+            lines.append(f"{what} **{record['seconds']:.3f}** | {record['peak_bytes'] / 2**30:.2f} | {kept} |")
+    lines += ["", "| one token of bloom-560m | context | ms | keys kept |", "| --- | ---: | ---: | ---: |"]
+    steps = [*data.get("decoding", []), *data.get("compiled", [])]
+    kept_after = {record["context"]: record["kept"] for record in steps if record["kept"] is not None}
+    for record in steps:
+        kept = kept_after.get(record["context"])
+        share = "–" if kept is None else f"{kept:.1%}"
+        lines.append(f"| {record['model']} | {record['context']:,} | **{record['ms']:.2f}** | {share} |")
+    return "\n".join([*lines, "", _machine_of(data)]) + "\n"
+
+
 def _machine_of(data: dict) -> str:
     about = data["about"]
     return f"{about['machine']}; torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}."
 
 
 TABLES = {
+    "public_cpu": public_cpu,
+    "public_gpu": public_gpu,
     "models_training": models_training,
     "models_decoding": models_decoding,
     "models_bounded": models_bounded,

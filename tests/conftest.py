@@ -24,6 +24,7 @@ SAMPLED = {
     "models/test_overfit.py": 4,
     "models": 2,
     "training": 3,
+    "integrations": 13,
 }
 FEWEST = 1 if INTERPRETED else 3  # cases: shorter tables are run whole
 # The same on a GPU, for `scripts/test_gpu.py --sample`.

@@ -30,7 +30,8 @@ BESIDE = {
     "ops": {"common"},
     "training": {"evaluation"},
     "data": {"ops", "positions", "models"},
-    "report": {"ops", "positions", "models", "training", "evaluation", "experiments"},
+    "integrations": {"data", "training"},
+    "report": {"integrations", "ops", "positions", "models", "training", "evaluation", "experiments"},
 }
 
 

@@ -31,11 +31,15 @@ _HOMES = {
     "linear_cross_entropy": "trainshort.models",
     "load": "trainshort.models",
     "save": "trainshort.models",
+    "patch": "trainshort.integrations.transformers",
+    "unpatch": "trainshort.integrations.transformers",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from trainshort.integrations.transformers import patch as patch
+    from trainshort.integrations.transformers import unpatch as unpatch
     from trainshort.models import ALiBiConfig as ALiBiConfig
     from trainshort.models import ALiBiTransformer as ALiBiTransformer
     from trainshort.models import BoundedCacheError as BoundedCacheError

@@ -1,1 +1,1 @@
-"""Other people's programs, with our models in them."""
+"""Other people's programs with our attention and models in them. Each is imported only when it is used."""

@@ -1,0 +1,193 @@
+"""`patch` and `unpatch`: a BLOOM, MPT or Falcon of transformers that is already in memory, with attention from here.
+
+Patching changes three things of one model and nothing else: the class of its attention modules
+(transformers_attention.py); its config, by a copy that asks for padding in place of masks (transformers_padding.py);
+and a check of the arguments in front of its forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainshort.integrations.transformers_padding import NAME, register
+
+CAN_BE_PATCHED = (
+    "models of transformers can be patched that contain a BloomModel, an MptModel or a FalconModel with alibi=True, "
+    "alone, under any head or in a wrapper like PEFT's"
+)
+OLDEST = (5, 17)  # of transformers
+STOCK_CONFIG = "_trainshort_stock_config"  # of a patched base model: its config as it was
+
+
+def patch(model: nn.Module) -> nn.Module:
+    """Let a transformers BLOOM, MPT or Falcon (alibi=True) compute its attention here: linear memory, any length.
+
+    Logits, gradients, `generate`, caches and padding stay what they are, up to rounding; parameters, state_dict and
+    what save_pretrained writes are untouched. Attention weights (`output_attentions`) are not to be had from a
+    patched model. Patching twice changes nothing more.
+
+    Args:
+        model: A base model, a model with a head, or a wrapper around one. It is changed in place.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained("path/to/bloom-560m")
+        >>> ts.patch(model).generate(**inputs)
+    """
+    bases = _checked_bases(model)
+    register()
+    for base in bases:
+        _patch_base(base, model)
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Undo `patch`: the model is as transformers made it. A model that is not patched stays as it is.
+
+    Args:
+        model: What was given to `patch`.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> ts.unpatch(model)(**inputs, output_attentions=True)
+    """
+    bases: list[Any] = [each for each in _modules(model, "unpatch") if STOCK_CONFIG in vars(each)]
+    for attention in (each for base in bases for each in _patched_attention(base)):
+        _refuse_replaced_forward(attention)
+    for base in bases:
+        _unpatch_base(base, model)
+    return model
+
+
+def _modules(model: Any, verb: str) -> Iterator[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cannot {verb} an object of class {type(model).__name__}: {CAN_BE_PATCHED}")
+    return model.modules()
+
+
+def _checked_bases(model: nn.Module) -> list[Any]:
+    """The base models inside, all of which can be patched."""
+    modules = _modules(model, "patch")
+    _require_transformers()
+    from transformers import BloomModel, FalconModel, MptModel
+
+    bases = [each for each in modules if isinstance(each, (BloomModel, MptModel, FalconModel))]
+    if not bases:
+        raise TypeError(f"cannot patch a model of class {type(model).__name__}: {CAN_BE_PATCHED}")
+    for base in bases:
+        _check_config(base.config)
+        for attention in _stock_attention(base):
+            _check_attention(attention)
+    return bases
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("patching needs transformers: pip install 'trainshort[hf]'") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(
+            f"patching needs transformers {'.'.join(map(str, OLDEST))} or newer, and {transformers.__version__} is "
+            "installed: pip install 'trainshort[hf]'"
+        )
+
+
+def _check_config(config: Any) -> None:
+    if config.model_type == "falcon" and not config.alibi:
+        raise ValueError(
+            "cannot patch a Falcon with alibi=False in its config, which has rotary positions and no linear biases: "
+            f"{CAN_BE_PATCHED}"
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError(
+            "cannot patch a model with is_causal=False in its config: attention is causal in patched models"
+        )
+
+
+def _check_attention(attention: Any) -> None:
+    from trainshort.integrations.transformers_attention import PATCHED
+
+    if type(attention) not in PATCHED:
+        known = ", ".join(sorted(stock.__name__ for stock in PATCHED))
+        raise TypeError(f"cannot patch attention of class {type(attention).__name__}: it must be one of {known}")
+    if getattr(attention, "slow_but_exact", False) and attention.pretraining_tp > 1:
+        raise ValueError(
+            "cannot patch a BLOOM with slow_but_exact and pretraining_tp > 1, which computes in slices and leaves "
+            "out a bias: make the model with slow_but_exact=False in its config"
+        )
+    _refuse_replaced_forward(attention)
+
+
+def _refuse_replaced_forward(attention: nn.Module) -> None:
+    if "forward" in vars(attention):
+        raise ValueError(
+            f"the forward of a {type(attention).__name__} was replaced on the module itself, as hooks of accelerate "
+            "do: remove them (accelerate.hooks.remove_hook_from_module(model, recurse=True)), call this again, and "
+            "put them back"
+        )
+
+
+def _stock_attention(base: nn.Module) -> list[nn.Module]:
+    from trainshort.integrations.transformers_attention import PATCHED
+
+    every = [each for each in base.modules() if isinstance(each, tuple(PATCHED))]
+    return [each for each in every if type(each) not in PATCHED.values()]
+
+
+def _patched_attention(base: nn.Module) -> list[Any]:
+    from trainshort.integrations.transformers_attention import PATCHED
+
+    return [each for each in base.modules() if type(each) in PATCHED.values()]
+
+
+def _patch_base(base: Any, model: nn.Module) -> None:
+    from trainshort.integrations.transformers_attention import PATCHED
+
+    for attention in _stock_attention(base):
+        attention.__class__ = PATCHED[type(attention)]
+    if STOCK_CONFIG not in vars(base):
+        setattr(base, STOCK_CONFIG, base.config)
+        base.config = copy.copy(base.config)  # models that were made from one config share it
+        base.config._attn_implementation_internal = NAME
+        base.register_forward_pre_hook(check_arguments, with_kwargs=True)
+    _exchange_config(model, getattr(base, STOCK_CONFIG), base.config)
+
+
+def _unpatch_base(base: Any, model: nn.Module) -> None:
+    for attention in _patched_attention(base):
+        attention.__class__ = attention.stock
+    patched, stock = base.config, vars(base).pop(STOCK_CONFIG)
+    implementation = stock._attn_implementation_internal
+    vars(stock).update(vars(patched))  # what was changed since
+    stock._attn_implementation_internal = implementation
+    _exchange_config(model, patched, stock)
+    for number in [number for number, hook in base._forward_pre_hooks.items() if hook is check_arguments]:
+        del base._forward_pre_hooks[number]
+        base._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _exchange_config(model: nn.Module, old: Any, new: Any) -> None:
+    for module in model.modules():
+        if vars(module).get("config") is old:
+            module.config = new
+
+
+def check_arguments(base: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+    """Refuse what a patched model cannot do, in front of its forward, where it can be said clearly."""
+    from trainshort.integrations.transformers_attention import check_mask, refuse_attentions
+
+    wanted = keywords.get("output_attentions")
+    refuse_attentions(base.config.output_attentions if wanted is None else wanted)
+    mask = keywords.get("attention_mask")
+    if isinstance(mask, Tensor):
+        check_mask(mask)
