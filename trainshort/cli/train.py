@@ -12,6 +12,7 @@ number of them, or with one.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -93,6 +94,10 @@ def run(flags: Flags) -> None:
             train(config, resume=flags.resume)
     except EndedByOthersError as error:  # who failed first has said it, and the log of this rank has it all
         raise SystemExit(1) from error
+    except Exception:
+        if is_launched():  # torchrun ends all ranks when it sees one end: this one has something to say first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
     except Interrupted as stop:
         if rank() == 0:
             raise

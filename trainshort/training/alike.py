@@ -25,7 +25,7 @@ def require_alike(processes: Processes, about: dict[str, Any]) -> None:
     """Refuse processes that say other things of themselves than rank 0, by the rank and the name of the first."""
     first, *others = processes.gather(about)
     for rank, other in enumerate(others, 1):
-        for name in first.keys() | other.keys():
+        for name in dict.fromkeys((*first, *other)):
             if first.get(name) != other.get(name):
                 raise ValueError(
                     f"rank {rank} has another {name} than rank 0 ({shown(other.get(name))}, not "

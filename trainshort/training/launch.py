@@ -27,9 +27,9 @@ def number_of_processes() -> int:
     return _number("WORLD_SIZE", 1)
 
 
-def was_restarted() -> bool:
-    """Whether torchrun --max-restarts has started the processes again after a failure."""
-    return _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+def restarts() -> int:
+    """How often torchrun --max-restarts has started the processes again after a failure."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _number(name: str, default: int) -> int:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from trainshort.common.devices import device_for
 from trainshort.training.config import TrainConfig
-from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes
+from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes, restarts
 
 ALLOWED = "auto, cpu, or one that torch finds here"
 # What collectives say where a process at the other end has gone.
@@ -78,11 +79,7 @@ class _Joined(Processes):
         self.device = _device_of_rank(config)
         self.owned = not dist.is_initialized()
         if self.owned:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-                dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
-            else:
-                dist.init_process_group("gloo")
+            _meet(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.weight = torch.full((), float(self.world), device=self.device)
         # Rows of a batch go over "data". Tokens of a row go over "context", which is 1 until something splits rows.
@@ -175,6 +172,21 @@ def kind_of(config: TrainConfig) -> str | None:
         return None
     several = dist.get_world_size() if dist.is_initialized() else number_of_processes()
     return config.parallel or ("ddp" if several > 1 else None)
+
+
+def _meet(device: torch.device) -> None:
+    """Make the process group: gloo between CPUs, NCCL between GPUs.
+
+    torchrun keeps its store when it restarts processes, with the addresses of those that have gone: each attempt
+    writes under a name of its own.
+    """
+    store, rank, world = next(iter(rendezvous("env://")))
+    own: Any = dist.PrefixStore(f"attempt {restarts()}", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=rank, world_size=world, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
 
 
 def _device_of_rank(config: TrainConfig) -> torch.device:

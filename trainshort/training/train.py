@@ -36,7 +36,7 @@ from trainshort.training.ahead import BatchesAhead
 from trainshort.training.alike import about_command, about_data, require_alike
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
-from trainshort.training.launch import was_restarted
+from trainshort.training.launch import restarts
 from trainshort.training.metrics import Metrics, NoMetrics
 from trainshort.training.optimizer import Optimizer, learning_rate
 from trainshort.training.processes import Processes, joined
@@ -68,14 +68,13 @@ def train(
     unless config.steps is larger than it was: then it goes on, and config.extended_at remembers where.
     stop: asked after each step. If it says True, and on Ctrl-C and SIGTERM, the run is saved; it raises Interrupted.
     """
-    with joined(config) as processes:
+    with StopSignals() as signals, joined(config) as processes:
         require_alike(processes, about_command(config))
         run = RunFolder(config.out)
-        values = processes.by_first(lambda: _checked(config, run, resume or was_restarted()).to_dict())
+        values = processes.by_first(lambda: _checked(config, run, resume or restarts() > 0).to_dict())
         config = replace(TrainConfig.from_dict(values), data=config.data)
         with contextlib.ExitStack() as stack:
             processes.together(lambda: _enter(stack, run, processes))
-            signals = stack.enter_context(StopSignals())
             log = stack.enter_context(rank_log(run.folder, processes))
             cuda = [processes.device] if processes.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(devices=cuda))
