@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds; a job that lost a process has to end within 60
@@ -39,6 +42,16 @@ def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str)
         timeout=LIMIT,
     )
     return Ended(done.returncode, done.stderr, time.monotonic() - began)
+
+
+def pretend_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torchrun had started this process, and no other."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    about = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in about.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def run_cases(processes: int, cases: list[dict[str, Any]], folder: Path) -> list[list[Any]]:

@@ -181,12 +181,12 @@ def _meet(device: torch.device) -> None:
     writes under a name of its own.
     """
     store, rank, world = next(iter(rendezvous("env://")))
-    own: Any = dist.PrefixStore(f"attempt {restarts()}", store)
+    own = dist.PrefixStore(f"attempt {restarts()}", store)  # type: ignore[attr-defined]
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=rank, world_size=world, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
 def _device_of_rank(config: TrainConfig) -> torch.device:

@@ -77,7 +77,7 @@ class SharedModel:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _buffers_stay() -> dict[str, bool]:
+def _buffers_stay() -> dict[str, Any]:
     """The option that says so: tables of positions never change. torch 2.13 has renamed it."""
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
