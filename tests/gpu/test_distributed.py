@@ -28,7 +28,7 @@ def losses(folder: Path) -> list[float]:
 def test_one_rank_trains_what_a_plain_process_trains(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, compiled: bool
 ) -> None:
-    """In bfloat16 by autocast, with learned slopes, which stay float32; weights of matrices are rounded either way."""
+    """In bfloat16 by autocast, with learned slopes, which stay float32; matrices are rounded either way."""
     changes = {"dropout": 0.0, "d_model": 32, "position_options": {"trainable": True}, "device": "auto"}
     plain = train(small_config(data, tmp_path / "plain", compile=False, **changes), progress=False)
     pretend_launched(monkeypatch)

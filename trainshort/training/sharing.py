@@ -39,7 +39,8 @@ class SharedModel:
         self.model, self.kind = model, processes.kind
         self.losses: nn.Module = _SumOfLosses(model)
         if processes.kind == "ddp":
-            self.losses = DistributedDataParallel(self.losses, **_buffers_stay())
+            # Gradients lie where they are exchanged: a copy of them would take as much memory again.
+            self.losses = DistributedDataParallel(self.losses, gradient_as_bucket_view=True, **_buffers_stay())
         elif processes.kind == "fsdp":
             shard(model, processes, half)
 
