@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from trainshort.common.devices import device_for
 from trainshort.training.config import TrainConfig
@@ -77,7 +76,7 @@ class _Joined(Processes):
         _Joined.made += 1
         self.kind, self.number = kind, _Joined.made
         self.device = _device_of_rank(config)
-        self.owned = not dist.is_initialized()
+        self.owned = not _is_in_group()
         if self.owned:
             _meet(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -163,15 +162,20 @@ def joined(config: TrainConfig) -> Iterator[Processes]:
 
 def kind_of(config: TrainConfig) -> str | None:
     """How the processes share the work, or None for a process alone."""
-    if not is_launched() and not dist.is_initialized():
+    if not is_launched() and not _is_in_group():
         if config.parallel is not None:
             raise ValueError(
                 f"parallel {config.parallel!r} needs processes that torchrun starts: torchrun --nproc-per-node 2 -m "
                 "trainshort train ...; or leave parallel (--parallel) out"
             )
         return None
-    several = dist.get_world_size() if dist.is_initialized() else number_of_processes()
+    several = dist.get_world_size() if _is_in_group() else number_of_processes()
     return config.parallel or ("ddp" if several > 1 else None)
+
+
+def _is_in_group() -> bool:
+    """Whether somebody has made a process group already. Some builds of torch know of none."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _meet(device: torch.device) -> None:
@@ -180,6 +184,8 @@ def _meet(device: torch.device) -> None:
     torchrun keeps its store when it restarts processes, with the addresses of those that have gone: each attempt
     writes under a name of its own.
     """
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, world = next(iter(rendezvous("env://")))
     own = dist.PrefixStore(f"attempt {restarts()}", store)  # type: ignore[attr-defined]
     backend = "gloo"
