@@ -181,7 +181,7 @@ def test_an_interrupted_run_goes_on_exactly(runs: Runs) -> None:
         ("version", "rank 1 has another version of trainshort than rank 0 ('0.0.1', not"),
         ("data", "rank 1 has another size of tokens.bin than rank 0"),
         ("damaged", "rank 1: "),
-        ("rows", "1 rows each, and there are 2 processes"),
+        ("rows", "1 rows each, and there are 2 processes to share them"),
     ],
 )
 def test_a_rank_that_differs_is_refused_by_name(runs: Runs, name: str, field: str) -> None:

@@ -32,6 +32,7 @@ class Processes:
 
     kind: str | None = None  # ddp or fsdp, where there is torch.distributed
     rank, world = 0, 1
+    place, places = 0, 1  # of the rows of a batch: which share this process computes, of how many
     weight: Tensor | None = None  # of the gradient of a loss: backward passes then average over processes
     mesh: DeviceMesh | None = None
 
@@ -45,7 +46,7 @@ class Processes:
 
     def rows(self, count: int) -> slice:
         """Which of so many rows of a batch are computed here: contiguous, and nearly as many everywhere."""
-        return slice(0, count)
+        return slice(self.place * count // self.places, (self.place + 1) * count // self.places)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor, with the sum over all processes in it."""
@@ -83,11 +84,7 @@ class _Joined(Processes):
         self.weight = torch.full((), float(self.world), device=self.device)
         # Rows of a batch go over "data". Tokens of a row go over "context", which is 1 until something splits rows.
         self.mesh = init_device_mesh(self.device.type, (self.world, 1), mesh_dim_names=("data", "context"))
-
-    def rows(self, count: int) -> slice:
-        assert self.mesh is not None
-        place, parts = self.mesh.get_local_rank("data"), self.mesh.size(0)
-        return slice(place * count // parts, (place + 1) * count // parts)
+        self.place, self.places = self.mesh.get_local_rank("data"), self.mesh.size(0)
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)

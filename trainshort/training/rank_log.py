@@ -46,6 +46,9 @@ def rank_log(folder: Path, processes: Processes) -> Iterator[RankLog]:
         try:
             with contextlib.nullcontext() if processes.is_first else _output_to(file):
                 yield log
+        except KeyboardInterrupt as stop:
+            log.line(str(stop) or "stopped")
+            raise
         except BaseException as error:
             log.line("".join(traceback.format_exception(error)).rstrip())
             raise

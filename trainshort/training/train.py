@@ -407,11 +407,11 @@ class _Trainer:
 
 def _refuse_too_few_rows(config: TrainConfig, processes: Processes) -> None:
     rows = config.sequences // config.accumulation
-    if rows < processes.world:
+    if rows < processes.places:
         raise ValueError(
             f"a step has {config.sequences} sequences in {config.accumulation} parts, {rows} rows each, and there "
-            f"are {processes.world} processes: use fewer processes, less accumulation (--accumulation), or a larger "
-            "batch (--batch-tokens)"
+            f"are {processes.places} processes to share them: use fewer processes, less accumulation "
+            "(--accumulation), or a larger batch (--batch-tokens)"
         )
 
 
