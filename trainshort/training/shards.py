@@ -6,6 +6,8 @@ belongs. Nothing is pickled on the disk. The folder of a checkpoint that one pro
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainshort.common.files import is_full, push_to_disk, sha256
 from trainshort.training.processes import Processes
+
+SEEN_WITHIN = 60.0  # seconds: network file systems remember for so long what was not there
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, processes: Processes) -> list[dict[str, Any]]:
@@ -61,14 +65,18 @@ def _own_files(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def _check_files(folder: Path, files: list[dict[str, Any]]) -> None:
-    """That rank 0 sees what all wrote: machines may have disks of their own."""
+    """That rank 0 sees what all wrote: machines may have disks of their own, or take a while to see each other's."""
+    end = time.monotonic() + SEEN_WITHIN
     for entry in files:
         path = folder / entry["name"]
-        if not path.is_file() or path.stat().st_size != entry["size"]:
-            raise RuntimeError(
-                f"{path} was written by another process, but is not there for rank 0: the run folder (--out) has to "
-                "be on a file system that all machines share"
-            )
+        while not (path.is_file() and path.stat().st_size == entry["size"]):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"{path} was written by another process, but is not there for rank 0: the run folder (--out) has "
+                    "to be on a file system that all machines share"
+                )
+            time.sleep(0.5)
+            os.listdir(folder)  # asks the server again
     push_to_disk(folder)
     push_to_disk(folder.parent)
 

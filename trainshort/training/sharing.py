@@ -103,5 +103,11 @@ def shard(model: LanguageModel, processes: Processes, half: torch.dtype | None) 
     fully_shard(model, mesh=mesh, mp_policy=kept, ignored_params=matrices)
     others = set(model.parameters()) - matrices
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=rounded if half else kept, ignored_params=others)
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=rounded if half else kept,
+            ignored_params=others,
+            reshard_after_forward=processes.world > 1,  # one process keeps its copies, as autocast does
+        )
     register_fsdp_forward_method(model, "loss")

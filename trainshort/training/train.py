@@ -67,6 +67,7 @@ def train(
     resume: go on from the checkpoint in config.out, or start where there is none. A run that is done stays as it is,
     unless config.steps is larger than it was: then it goes on, and config.extended_at remembers where.
     stop: asked after each step. If it says True, and on Ctrl-C and SIGTERM, the run is saved; it raises Interrupted.
+    Of several processes, which torchrun starts, the first to fail raises its error, the others EndedByOthersError.
     """
     with StopSignals() as signals, joined(config) as processes:
         require_alike(processes, about_command(config))
