@@ -5,7 +5,9 @@ Two starts of torchrun, with four processes and with two, work off all cases; th
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -45,17 +47,20 @@ class Runs:
     """Folders by name: what was trained, and what each rank said."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.data = small_data(folder)
+        self.folder, self.data = folder, folder / "data"
         self.cases: dict[int, dict[str, dict[str, Any]]] = {4: {}, 2: {}}
         self.said: dict[str, list[Any]] = {}
-        self.plain = {
-            name: train(self.config(f"plain {name}", **changes), progress=False) for name, changes in VARIANTS.items()
-        }
-        self.plan()
-        for processes, cases in self.cases.items():
-            found = run_cases(processes, list(cases.values()), folder)
-            self.said |= dict(zip(cases, found, strict=True))
+        self.plain = {name: folder / f"plain {name}" for name in VARIANTS}
+        if not (done := folder / "said.json").exists():
+            small_data(folder)
+            for name, changes in VARIANTS.items():
+                train(self.config(f"plain {name}", **changes), progress=False)
+            self.plan()
+            for processes, cases in self.cases.items():
+                found = run_cases(processes, list(cases.values()), folder)
+                self.said |= dict(zip(cases, found, strict=True))
+            done.write_text(json.dumps(self.said))
+        self.said = json.loads(done.read_text())
 
     def config(self, name: str, **changes: Any) -> TrainConfig:
         fields = {"dropout": 0.0, "batch_tokens": 256, "data": self.data, "out": self.folder / name, **changes}
@@ -105,7 +110,13 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+    """Made once, also where several workers run the tests of this file side by side."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Runs(folder)
 
 
 def assert_close_runs(left: Path, right: Path, tolerance: float = 2e-6) -> None:
