@@ -116,7 +116,7 @@ def test_compare(capsys: Capture, prepared: Path, tmp_path: Path, monkeypatch: P
 
 
 def test_train_before_its_first_step(capsys: Capture, prepared: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    import trainshort.training.train as module
+    import trainshort.training.processes as module
 
     monkeypatch.setattr(module, "device_for", terminated_at(1, module.device_for))
     words = ["train", "--data", prepared, "--out", tmp_path / "run", "--length", 16, "--batch-tokens", 64]

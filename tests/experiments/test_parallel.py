@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainshort.data import PrepareConfig
 from trainshort.data.prepare import prepare
+from trainshort.experiments import parallel
 from trainshort.experiments.compare import compare
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.parallel import train_all
@@ -108,3 +112,84 @@ def test_a_stop_saves_every_run_and_the_same_command_goes_on(data: Path, tmp_pat
     for folder in folders:
         assert RunFolder(folder).step > 0
         assert not RunFolder(folder).finished
+
+
+class Process:
+    """Stands for a run that is being trained: its place in the order, and the GPU it was given."""
+
+    begun: list[tuple[int, str | None]]
+
+    def __init__(self, run: Planned, threads: int, board: object, gpu: str | None) -> None:
+        self.run, self.gpu, self.process, self.error = run, gpu, self, ""
+        self.left = 3 if gpu == "5" else 1  # looks until it is done: one GPU is slow
+        Process.begun.append((run.number, gpu))
+
+    def poll(self) -> int | None:
+        self.left -= 1
+        return None if self.left > 0 else 0
+
+    def end(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "jobs", "gpus"),
+    [
+        ("5,7", None, ["5", "7", "7", "7", "5"]),  # whichever is free
+        ("5,7", 4, ["5", "7", "5", "7", "7"]),  # two a GPU
+        ("5,7", 1, None),
+        ("5", None, None),
+        ("", None, None),
+    ],
+)
+def test_runs_are_spread_over_the_gpus(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    jobs: int | None,
+    gpus: list[str] | None,
+) -> None:
+    """With 0 or 1 GPU, or jobs 1, nothing is started: runs are trained here, one after the other."""
+    Process.begun = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")) if visible else 0)
+    monkeypatch.setattr(parallel, "_Process", Process)
+    asked: list[str] = []
+
+    def trained(training: TrainConfig, *rest: object) -> None:
+        asked.append(training.position)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainshort.experiments.compare._trained", trained)
+    config = replace(
+        small(data, tmp_path, jobs=1), jobs=jobs, device="auto", seeds=(0, 1, 2, 3, 4), positions=("none",)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, progress=False)
+    assert asked == ["none"]
+    assert [gpu for _, gpu in Process.begun] == (gpus or [])
+
+
+def test_compare_refuses_torchrun(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="run it without torchrun"):
+        compare(small(data, tmp_path, jobs=1), progress=False)
+
+
+def test_a_process_sees_its_gpu_alone(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    class Popen:
+        stderr = io.StringIO()
+
+        def __init__(self, command: list[str], *, env: dict[str, str], **options: object) -> None:
+            seen.append(env)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    run = Planned(1, 1, small(data, tmp_path, jobs=1).training(str(data), "none", 16, 0))
+    for gpu in ("7", None):
+        parallel._Process(run, 1, None, gpu)  # type: ignore[arg-type]
+    assert seen[0]["CUDA_VISIBLE_DEVICES"] == "7"
+    assert seen[1].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,9 +97,9 @@ def test_each_step_takes_the_next_windows(data: Path, tmp_path: Path, monkeypatc
     seen: list[list[int]] = []
     batch = Batches.batch
 
-    def watched(self: Batches, starts: list[int]) -> Batch:
+    def watched(self: Batches, starts: list[int], **options: Any) -> Batch:
         seen.append(starts)
-        return batch(self, starts)
+        return batch(self, starts, **options)
 
     monkeypatch.setattr(Batches, "batch", watched)
     config = small_config(data, tmp_path / "run", eval_tokens=0)

@@ -72,7 +72,8 @@ def terminable(name: str) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is stop:  # who wants it otherwise from now on, has said so
+            signal.signal(signal.SIGTERM, before)
         os.close(writing)  # ends the thread
         watch.join()
 

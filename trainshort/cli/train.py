@@ -4,17 +4,22 @@ The run folder holds config.json, tokenizer.json and model.safetensors (trainsho
 metrics.jsonl and state/. Ctrl-C saves and stops; `--resume` goes on exactly where the last checkpoint was, with the
 settings of the run: it needs no other flag than --out. With a larger `--steps` it goes on with a run that is done;
 from there on the learning rate is that of the longer run, and the run remembers where it was extended.
+
+Under torchrun several processes share every batch, and `--parallel fsdp` the model too; a run may go on with another
+number of them, or with one.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trainshort.cli.stopping import on_stop
 from trainshort.training.config import TrainConfig
+from trainshort.training.launch import EndedByOthersError, is_launched, rank
 
 EXAMPLES = """
   trainshort train --data data --position alibi --length 512 --out runs/alibi-512
@@ -24,6 +29,8 @@ EXAMPLES = """
   trainshort train --data data --out runs/rope --position rotary --set position.base=500000
   trainshort train --data data --out runs/fox --position fox --set position.gate_bias=5 qk_norm=true output_gate=true
   trainshort train --data data --out runs/own --import shape.py --position shape
+  torchrun --nproc-per-node 8 -m trainshort train --data data --model paper-1.3b --length 1024 --parallel fsdp \\
+      --batch-tokens 524288 --accumulation 4 --out runs/large
   trainshort train --data data/wikitext --model paper-wikitext103 --batch-tokens 73728 --length 3072 \\
       --accumulation 8 --steps 286000 --out runs/paper
 """
@@ -64,7 +71,9 @@ class Flags(TrainConfig):
 
             run = RunFolder(self.out)
             if run.has_config or not self.data:
-                return replace(run.config(), extended_at=(), **chosen)  # train() knows where
+                # train() knows where it was extended; and how processes share it is a question where there are some
+                alone = {} if is_launched() else {"parallel": None}
+                return replace(run.config(), **{"extended_at": (), **alone, **chosen})
         if not self.data:
             raise ValueError(
                 "train needs --data, the folder that prepare wrote: trainshort prepare book.txt --out data"
@@ -74,14 +83,27 @@ class Flags(TrainConfig):
 
 def run(flags: Flags) -> None:
     config = flags.config()
-    from trainshort.training.run import RunFolder
+    from trainshort.training.run import Interrupted, RunFolder
     from trainshort.training.train import train
 
     folder = RunFolder(config.out)
     before = folder.step if flags.resume and folder.finished else None
     began = f"stopped before the first step: the same command {'goes on' if flags.resume else 'starts again'}"
-    with on_stop(lambda: began):
-        train(config, resume=flags.resume)
+    try:
+        with on_stop(lambda: began):
+            train(config, resume=flags.resume)
+    except EndedByOthersError as error:  # who failed first has said it, and the log of this rank has it all
+        raise SystemExit(1) from error
+    except Exception:
+        if is_launched():  # torchrun ends all ranks when it sees one end: this one has something to say first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    except Interrupted as stop:
+        if rank() == 0:
+            raise
+        raise SystemExit(stop.status) from stop
+    if rank() != 0:
+        return
     if before == config.steps:
         print(f"{folder}: was done already, with {before:,} steps; a larger --steps goes on")
     else:

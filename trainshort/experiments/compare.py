@@ -23,11 +23,12 @@ from trainshort.evaluation.windows import scored_span
 from trainshort.experiments.comparison import NAME as NAME
 from trainshort.experiments.comparison import Comparison, Entry, common_test
 from trainshort.experiments.config import CompareConfig
-from trainshort.experiments.parallel import train_all
+from trainshort.experiments.parallel import train_all, visible_gpus
 from trainshort.experiments.samples import write_samples
 from trainshort.experiments.watching import QUIET, Planned, Remaining, Watcher
 from trainshort.positions import plain_options
 from trainshort.training import RunFolder, TrainConfig
+from trainshort.training.launch import is_launched
 from trainshort.training.train import train
 
 
@@ -47,6 +48,11 @@ def compare(config: CompareConfig, watcher: Watcher | None = None, *, progress: 
     What happens is shown on stderr, or told to the watcher; progress=False: to nobody.
     """
     watcher = watcher or (Watcher() if progress else QUIET)
+    if is_launched():
+        raise RuntimeError(
+            "compare starts processes of its own, one a GPU: run it without torchrun (one run on several GPUs is "
+            "trained by trainshort train under torchrun)"
+        )
     for position in config.positions:
         plain_options(position, {})  # refuses unknown names before any work is done
     data = _data(config, watcher)
@@ -76,8 +82,10 @@ def _made(
     """Every run, trained and tested."""
     new = [run for run in planned if not RunFolder(run.folder).finished]
     slow = new  # what takes time: training and testing, or the tests alone
-    if config.jobs > 1 and len(new) > 1:
-        train_all(new, config.jobs, watcher)
+    gpus = visible_gpus(config.device)
+    jobs = config.jobs or max(1, len(gpus))
+    if jobs > 1 and len(new) > 1:
+        train_all(new, jobs, watcher, gpus)
         slow = planned
     remaining, tokens = Remaining(len(slow)), _tokens(config, data)
     for run in planned:

@@ -68,7 +68,14 @@ class CompareConfig(Settings):
         default="across",
         metadata={"help": "documents: attention stays inside each document", "choices": ("across", "documents")},
     )
-    jobs: int = field(default=1, metadata={"help": "runs to train at once, each in its own process", "least": 1})
+    jobs: int | None = field(
+        default=None,
+        metadata={
+            "help": "runs to train at once, each in its own process; by default one a GPU, and one where there is "
+            "none or one",
+            "least": 1,
+        },
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda; auto: the GPU where there is one"})
     dtype: str = field(
         default="auto",

@@ -1,4 +1,5 @@
-"""Several runs trained at once, each in a process of its own with its share of the cores.
+"""Several runs trained at once, each in a process of its own with its share of the cores, and with one of the GPUs
+where there are several.
 
 Small models are trained faster by two processes with one thread each than by one with two. A stop is passed on: every
 run is saved before this ends. The processes import the files with position methods that were imported here; methods
@@ -38,13 +39,15 @@ class Stopped(KeyboardInterrupt):
 class _Process:
     """One run being trained. What it writes to stderr is read line by line: progress, notes, and its error."""
 
-    def __init__(self, run: Planned, threads: int, board: Board) -> None:
-        self.run, self.board, self.error = run, board, ""
+    def __init__(self, run: Planned, threads: int, board: Board, gpu: str | None = None) -> None:
+        """gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it; None: it sees what this process does."""
+        self.run, self.board, self.gpu, self.error = run, board, gpu, ""
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainshort.experiments.parallel", run.training.to_json(), *imported_files()],
             stderr=subprocess.PIPE,
             text=True,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            env={"OMP_NUM_THREADS": str(threads), **os.environ, **seen},
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -72,11 +75,23 @@ class _Process:
         return status
 
 
-def train_all(runs: Sequence[Planned], jobs: int, watcher: Watcher = QUIET) -> None:
-    """Train every run, up to `jobs` at once. The first error ends the others, saved."""
+def visible_gpus(device: str) -> list[str]:
+    """What this process may spread runs over, as CUDA_VISIBLE_DEVICES names it; nothing if a run has its device."""
+    if device not in ("auto", "cuda"):
+        return []
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    return named[:count] if named else [str(number) for number in range(count)]
+
+
+def train_all(runs: Sequence[Planned], jobs: int, watcher: Watcher = QUIET, gpus: Sequence[str] = ()) -> None:
+    """Train every run, up to `jobs` at once, on the GPU that has fewest. The first error ends the others, saved."""
     for run in runs:
         _refuse_unknown_to_others(run.training.position)
-    watcher.say(f"training {len(runs)} runs, {jobs} at once")
+    over = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
+    watcher.say(f"training {len(runs)} runs, {jobs} at once{over}")
     threads = max(1, cores() // jobs)
     waiting, running = list(runs), list[_Process]()
     number = None
@@ -84,7 +99,8 @@ def train_all(runs: Sequence[Planned], jobs: int, watcher: Watcher = QUIET) -> N
         with StopSignals() as signals, Board(runs, watcher) as board:
             while waiting or running:
                 while waiting and len(running) < jobs:
-                    running.append(_Process(waiting.pop(0), threads, board))
+                    gpu = _least_busy(gpus, [each.gpu for each in running])
+                    running.append(_Process(waiting.pop(0), threads, board, gpu))
                 for each in [each for each in running if each.process.poll() is not None]:
                     if each.end() and signals.received is None:
                         raise RuntimeError(each.error or f"training {each.run.folder} failed")
@@ -103,6 +119,11 @@ def train_all(runs: Sequence[Planned], jobs: int, watcher: Watcher = QUIET) -> N
             each.end()
     if number is not None:
         raise Stopped(number)
+
+
+def _least_busy(gpus: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    """The first of those with the fewest runs; None where there is nothing to choose."""
+    return min(gpus, key=list(taken).count) if len(gpus) > 1 else None
 
 
 def _refuse_unknown_to_others(position: str) -> None:

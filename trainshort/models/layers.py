@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
@@ -241,6 +242,16 @@ def compiled_call(trunk: Trunk, options: dict[str, Any]) -> BlockCall:
     return _compiled_calls[trunk]
 
 
+def recomputing(call: BlockCall) -> BlockCall:
+    """The same call, which keeps nothing but its input for the backward pass, and computes the rest again there."""
+
+    def recomputed(block: nn.Module, x: Tensor, context: Context) -> Tensor:
+        out: Tensor = checkpoint(call, block, x, context, use_reentrant=False)
+        return out
+
+    return recomputed
+
+
 def require_tokens(name: str, tokens: object) -> None:
     """Refuse what is no tensor, such as a text or a list of ints."""
     if not isinstance(tokens, Tensor):
@@ -263,6 +274,7 @@ class Trunk(nn.Module):
     """From tokens to hidden states: embeddings, positions and blocks. What both kinds of models share."""
 
     compile_options: dict[str, Any] | None = None  # of torch.compile for the blocks; None: they are not compiled
+    checkpoint_activations = False  # of blocks in training: all but their inputs are computed again
 
     def __init__(self, config: ModelConfig, position: Position) -> None:
         super().__init__()
@@ -350,11 +362,11 @@ class Trunk(nn.Module):
         _compiled_calls.pop(self, None)
 
     def _call_of_block(self, cache: KeyValueCache | None) -> BlockCall:
-        """How blocks are called: compiled, if that was asked for and this is training."""
-        training = cache is None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if self.compile_options is None or not training:
+        """How blocks are called: in training compiled, and computed again backward, if that was asked for."""
+        if cache is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return call_block
-        return compiled_call(self, self.compile_options)
+        call = call_block if self.compile_options is None else compiled_call(self, self.compile_options)
+        return recomputing(call) if self.checkpoint_activations else call
 
     def _check_tokens(self, tokens: Tensor) -> None:
         require_tokens("tokens", tokens)

@@ -19,7 +19,10 @@ BORDERS_AT_ONCE = 64  # borders are padded to a multiple, so that compiled code 
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs, targets: int64 [rows, T]; cu_seqlens: int32, if documents stay apart; count: of targets that count."""
+    """inputs, targets: int64 [rows, T]; cu_seqlens: int32, if documents stay apart.
+
+    count: of the targets that count, here and in the rows of the same batch that other processes have.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -80,8 +83,10 @@ class Batches:
             found.append(self._shift + int(self._order[place]) * self.length)
         return found
 
-    def batch(self, starts: list[int]) -> Batch:
-        """The windows that start there: a row each, or all in one row with borders."""
+    def batch(self, starts: list[int], *, of: list[int] | None = None) -> Batch:
+        """The windows that start there: a row each, or all in one row with borders. of: all windows of the batch, if
+        these are the ones of this process."""
+        count = self.count(starts if of is None else of)
         windows = np.stack([np.asarray(self.tokens[at : at + self.length + 1]) for at in starts]).astype(np.int64)
         if self.vocab_size is not None and (highest := int(windows.max())) >= self.vocab_size:
             raise ValueError(
@@ -90,13 +95,20 @@ class Batches:
             )
         inputs, targets = torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
         if self.borders is None:
-            return Batch(inputs, targets, None, targets.numel())
+            return Batch(inputs, targets, None, count)
         # What begins a document cannot be told from the one before it.
         assert self.end_id is not None
         targets[inputs == self.end_id] = IGNORED
         places = self._borders(starts)
-        count = int((targets != IGNORED).sum())
         return Batch(inputs.view(1, -1), targets.view(1, -1), torch.from_numpy(places), count)
+
+    def count(self, starts: list[int]) -> int:
+        """The targets that count in the windows that start there."""
+        whole = len(starts) * self.length
+        if self.borders is None:
+            return whole
+        ends = (np.count_nonzero(self.tokens[at : at + self.length] == self.end_id) for at in starts)
+        return whole - int(sum(ends))
 
     def _borders(self, starts: list[int]) -> NDArray[np.int32]:
         assert self.borders is not None

@@ -75,6 +75,19 @@ class TrainConfig(Settings):
             "choices": ("auto", "float32", "bfloat16"),
         },
     )
+    parallel: str | None = field(
+        default=None,
+        metadata={
+            "help": "of processes that torchrun starts: ddp: each has the whole model; fsdp: each a shard of it; by "
+            "default ddp where there are several",
+            "choices": ("ddp", "fsdp"),
+            **_FREE,
+        },
+    )
+    activation_checkpointing: bool = field(
+        default=False,
+        metadata={"help": "keep no activations inside blocks, compute them again backward: less memory", **_FREE},
+    )
     compile: bool | None = field(
         default=None, metadata={"help": "use torch.compile; by default on a GPU only", **_FREE}
     )

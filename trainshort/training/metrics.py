@@ -58,6 +58,19 @@ class Metrics:
             self.events.close()
 
 
+class NoMetrics:
+    """For processes other than the first, which writes for all of them."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Nothing is written."""
+
+    def push_to_disk(self) -> None:
+        """There is nothing to push."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def _events(folder: Path, after_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter

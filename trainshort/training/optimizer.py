@@ -59,6 +59,20 @@ class Optimizer:
         """`adamw.trunk.embedding.weight.exp_avg` and so on, on the CPU."""
         return {name: value.detach().cpu().contiguous() for name, value in self._entries()}
 
+    def shards(self) -> dict[str, Tensor]:
+        """The same as they are: of a model whose parameters are shards, what this process holds."""
+        return {name: value.detach() for name, value in self._entries()}
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """Room for what `shards` gives once every parameter had a gradient, to be filled and given to `load`."""
+        found = {}
+        for part, optimizer in self.parts.items():
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                for key in KEPT[part]:
+                    like = torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
+                    found[f"{part}.{self.names[id(parameter)]}.{key}"] = like.detach()
+        return found
+
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Put back what `state` gave: all of it, for exactly these parameters."""
         taken: set[str] = set()

@@ -3,6 +3,9 @@
 state/state.json is the checkpoint: it names the files that belong to it, with their sizes and hashes. A new
 checkpoint is written to files with new names; then state.json is replaced, in one move; then the old files go. A kill
 anywhere leaves either the old state.json with all of its files or the new one with all of its.
+
+One process writes two files, model-N and optimizer-N. Several write a folder, shards-N, with a file each; the whole
+model is then put together when the run is done. Either is read by any number of processes.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from trainshort.common.checks import is_plain_name, is_whole
 from trainshort.common.fields import Fields
@@ -22,9 +27,13 @@ from trainshort.common.messages import shown
 from trainshort.common.reading import file_size, read_json
 from trainshort.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from trainshort.training.processes import Processes
+
 FORMAT = "trainshort-run"
 VERSION = 1
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, SHARDS = "model", "optimizer", "shards"
+ADVICE = "restore it from a copy; nothing was changed"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -39,15 +48,36 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it was read: the contents of state.json, and tensors by name of both files."""
+    """A checkpoint whose files were checked: the contents of state.json, and the folder that its tensors are in."""
 
     state: dict[str, Any]
-    model: Path
-    optimizer: dict[str, Any]
+    folder: Path
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several processes wrote it."""
+        return SHARDS in self.state["files"]
+
+    @property
+    def model(self) -> Path:
+        """The file of the weights, where one process wrote it."""
+        return self.folder / str(self.state["files"][MODEL]["name"])
+
+    @cached_property
+    def optimizer(self) -> dict[str, Any]:
+        """Tensors by name, where one process wrote them."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.folder / self.state["files"][OPTIMIZER]["name"]
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file ({error})") from error
 
 
 class RunFolder:
@@ -123,6 +153,7 @@ class RunFolder:
                 raise RuntimeError(f"{self.folder}: another process is training in this folder") from error
             for folder in (self.folder, self.state_folder):
                 remove_partials(folder)
+            self._remove_files_but_of_the_checkpoint()
             try:
                 yield
             finally:
@@ -131,17 +162,11 @@ class RunFolder:
 
     def save(self, state: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Make this the checkpoint: all of it, or none of it and the one before stays."""
-        from trainshort.models.checkpoints.weights import save_weights
-
         step = int(state["step"])
-        names = {kind: f"{kind}-{step:08}.safetensors" for kind in (MODEL, OPTIMIZER)}
         files = {}
         try:
             for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
-                path = self.state_folder / names[kind]
-                with replacing(path) as partial:
-                    save_weights(tensors, partial)
-                    files[kind] = {"name": path.name, "size": partial.stat().st_size, "sha256": sha256(partial)}
+                files[kind] = self._write(kind, step, tensors)
             write_json(self.state_file, {"format": FORMAT, "version": VERSION, **state, "files": files})
         except Exception as error:
             self._remove_files_but_of_the_checkpoint()
@@ -150,10 +175,51 @@ class RunFolder:
             raise
         self.publish()
 
+    def save_shards(
+        self, state: dict[str, Any], tensors: Mapping[str, Any], model: Collection[str], processes: Processes
+    ) -> None:
+        """The same, by several processes that hold tensors together. model: the names of the weights among them."""
+        from trainshort.training.shards import write_shards
+
+        step = int(state["step"])
+        folder = self.state_folder / f"{SHARDS}-{step:08}"
+        files: dict[str, Any] = {}
+        try:
+            processes.by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a process that was killed
+            files[SHARDS] = {"name": folder.name, "files": write_shards(tensors, folder, processes)}
+            if state["finished"]:
+                files[MODEL] = processes.by_first(
+                    lambda: self._write(MODEL, step, _read_whole(folder, {name: tensors[name] for name in model}))
+                )
+            content = {"format": FORMAT, "version": VERSION, **state, "files": files}
+            processes.by_first(lambda: write_json(self.state_file, content))
+        except Exception as error:
+            if processes.is_first:
+                self._remove_files_but_of_the_checkpoint()
+            if is_full(error):
+                raise RuntimeError(self._full(step, tensors)) from error
+            raise
+        processes.by_first(self.publish)
+
+    def _write(self, kind: str, step: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        from trainshort.models.checkpoints.weights import save_weights
+
+        path = self.state_folder / f"{kind}-{step:08}.safetensors"
+        with replacing(path) as partial:
+            save_weights(tensors, partial)
+            return {"name": path.name, "size": partial.stat().st_size, "sha256": sha256(partial)}
+
     def publish(self) -> None:
-        """Make the checkpoint's model the one that `load` finds, and remove files of earlier checkpoints."""
-        source = self.state_folder / self.state()["files"][MODEL]["name"]
-        target = self.folder / "model.safetensors"
+        """Make the checkpoint's model the one that `load` finds, and remove files of earlier checkpoints.
+
+        Where its weights are in shards there is none, until the run is done.
+        """
+        files, target = self.state()["files"], self.folder / "model.safetensors"
+        if MODEL not in files:
+            target.unlink(missing_ok=True)  # an earlier one would be taken for this
+            self._remove_files_but_of_the_checkpoint()
+            return
+        source = self.state_folder / files[MODEL]["name"]
         try:
             with replacing(target) as partial:
                 try:
@@ -171,33 +237,42 @@ class RunFolder:
 
     def _is_published(self) -> bool:
         """Whether model.safetensors is the checkpoint's: a kill may have come in between."""
-        entry, target = self.state()["files"][MODEL], self.folder / "model.safetensors"
-        source = self.state_folder / entry["name"]
-        if not target.exists():
+        entry, target = self.state()["files"].get(MODEL), self.folder / "model.safetensors"
+        if entry is None or not target.exists():
             return False
+        source = self.state_folder / entry["name"]
         return (source.exists() and target.samefile(source)) or sha256(target) == entry["sha256"]
 
-    def load(self) -> Checkpoint:
-        """The last checkpoint, every byte of it checked."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+    def load(self, processes: Processes | None = None) -> Checkpoint:
+        """The last checkpoint, every byte of it checked: by all processes together, each some of the files."""
         state = self.state()
-        paths = {}
-        for kind in (MODEL, OPTIMIZER):
-            entry = state["files"][kind]
-            path = paths[kind] = self.state_folder / entry["name"]
-            advice = "restore it from a copy; nothing was changed"
-            needed = f"the checkpoint of step {state['step']} needs it: {advice}"
+        files = state["files"]
+        if SHARDS in files:
+            folder, entries = self.state_folder / files[SHARDS]["name"], files[SHARDS]["files"]
+            self._refuse_other_shards(folder, {entry["name"] for entry in entries})
+        else:
+            folder, entries = self.state_folder, [files[MODEL], files[OPTIMIZER]]
+        if processes is None:
+            self._verify(folder, entries, state["step"])
+        else:
+            own = entries[processes.rank :: processes.world]
+            processes.together(lambda: self._verify(folder, own, state["step"]))
+        return Checkpoint(state, folder)
+
+    def _verify(self, folder: Path, entries: list[dict[str, Any]], step: int) -> None:
+        for entry in entries:
+            path = folder / entry["name"]
+            needed = f"the checkpoint of step {step} needs it: {ADVICE}"
             if (size := file_size(path, needed)) != entry["size"]:
-                raise ValueError(f"{path} has {size:,} bytes and should have {entry['size']:,}: it was cut; {advice}")
+                raise ValueError(f"{path} has {size:,} bytes and should have {entry['size']:,}: it was cut; {ADVICE}")
             if sha256(path) != entry["sha256"]:
-                raise ValueError(f"{path} has another sha256 than state.json says: it is damaged; {advice}")
-        try:
-            optimizer = load_file(paths[OPTIMIZER])
-        except SafetensorError as error:
-            raise ValueError(f"{paths[OPTIMIZER]}: not a safetensors file ({error})") from error
-        return Checkpoint(state, paths[MODEL], optimizer)
+                raise ValueError(f"{path} has another sha256 than state.json says: it is damaged; {ADVICE}")
+
+    def _refuse_other_shards(self, folder: Path, named: set[str]) -> None:
+        """Files that state.json does not name would be read with the others, unchecked."""
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name not in named:
+                raise ValueError(f"{path} is not of the checkpoint: remove it; nothing was changed")
 
     def _remove_files_but_of_the_checkpoint(self) -> None:
         wanted = {entry["name"] for entry in self.state()["files"].values()} if self.has_checkpoint else set()
@@ -205,6 +280,9 @@ class RunFolder:
             for path in self.state_folder.glob(f"{kind}-*.safetensors"):
                 if path.name not in wanted:
                     path.unlink(missing_ok=True)
+        for path in self.state_folder.glob(f"{SHARDS}-*"):
+            if path.name not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _leave_nothing(self, lock: Path) -> None:
         lock.unlink(missing_ok=True)
@@ -212,7 +290,7 @@ class RunFolder:
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 folder.rmdir()
 
-    def _full(self, step: int, *parts: dict[str, Any]) -> str:
+    def _full(self, step: int, *parts: Mapping[str, Any]) -> str:
         needed = sum(tensor.nbytes for part in parts for tensor in part.values()) / 2**20
         kept = f"the checkpoint of step {self.step} is whole" if self.has_checkpoint else "there is no checkpoint yet"
         return (
@@ -237,16 +315,43 @@ def _check_state(state: Fields) -> None:
     for name, about in data.object("files").values.items():
         if not (isinstance(about, list) and len(about) == 2 and all(is_whole(each, 0, 2**63) for each in about)):
             raise data.refuse(f"{shown(name)} has to have a size and a time, got {shown(about)}")
-    files = state.object("files")
-    for kind in (MODEL, OPTIMIZER):
-        entry = files.object(kind)
-        name = entry.text("name")
-        if not (is_plain_name(name) and name.startswith(f"{kind}-") and name.endswith(".safetensors")):
-            raise entry.refuse(
-                f"name has to be that of a file in the same folder, {kind}-N.safetensors; got {shown(name)}"
-            )
-        entry.whole("size")
-        entry.digest("sha256")
+    _check_files(state.object("files"))
+
+
+def _check_files(files: Fields) -> None:
+    """Names of files that one process wrote, or of a folder with files of several."""
+    is_sharded = SHARDS in files.values
+    for kind in (MODEL,) if is_sharded and MODEL in files.values else () if is_sharded else (MODEL, OPTIMIZER):
+        _check_file(files.object(kind), f"{kind}-")
+    if is_sharded:
+        shards = files.object(SHARDS)
+        if not (is_plain_name(name := shards.text("name")) and name.startswith(f"{SHARDS}-")):
+            raise shards.refuse(f"name has to be that of a folder beside it, {SHARDS}-N; got {shown(name)}")
+        for number, entry in enumerate(shards.list("files")):
+            if not isinstance(entry, dict):
+                raise shards.refuse(f"files has to list objects, got {shown(entry)}")
+            _check_file(Fields(entry, f"{shards.where}: file {number}", shards.what), "shard-")
+
+
+def _check_file(entry: Fields, prefix: str) -> None:
+    name = entry.text("name")
+    if not (is_plain_name(name) and name.startswith(prefix) and name.endswith(".safetensors")):
+        raise entry.refuse(
+            f"name has to be that of a file in the same folder, {prefix}N.safetensors; got {shown(name)}"
+        )
+    entry.whole("size")
+    entry.digest("sha256")
+
+
+def _read_whole(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of these shapes from the shards of a folder, on the CPU."""
+    import torch
+
+    from trainshort.training.shards import read_shards
+
+    whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
+    read_shards(whole, folder)
+    return whole
 
 
 def _lock_file(path: Path) -> IO[bytes]:

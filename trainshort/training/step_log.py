@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainshort.training.config import TrainConfig
-from trainshort.training.metrics import Metrics
+from trainshort.training.metrics import Metrics, NoMetrics
 from trainshort.training.progress import TrainProgress
 from trainshort.training.speed import Speed
 
@@ -38,7 +38,7 @@ class StepLog:
     def __init__(
         self,
         config: TrainConfig,
-        metrics: Metrics,
+        metrics: Metrics | NoMetrics,
         bar: TrainProgress,
         speed: Speed,
         *,

@@ -3,6 +3,10 @@
 Exact: the tokens of a step and its learning rate are functions of the config and the step alone; everything else that
 a step depends on (weights, optimizer state, random numbers) is in the checkpoint. So a run that was interrupted, at
 whatever moment, goes on to the same losses and tensors, bit for bit on a CPU with the same number of threads.
+
+Several processes, started by torchrun, each compute their rows of every batch; the losses are then those of one
+process to rounding (without dropout, whose random numbers are each rank's own). What they have to agree on is in
+processes.py, how they share the model in sharing.py; a process alone runs the same lines with nobody to agree with.
 """
 
 from __future__ import annotations
@@ -20,22 +24,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainshort.common.devices import device_for
 from trainshort.common.files import is_full
 from trainshort.common.machine import Waiting
 from trainshort.common.reading import read_json
 from trainshort.data.dataset import TokenData
-from trainshort.models import LanguageModel, ModelConfig, save
+from trainshort.models import LanguageModel, ModelConfig
+from trainshort.models.checkpoints import native
 from trainshort.models.checkpoints.native import check_position
-from trainshort.models.checkpoints.weights import check_fits, fill, weights_of
+from trainshort.models.checkpoints.weights import check_fits, fill, stored_tensors, weights_of
 from trainshort.models.kept import share_of_keys
 from trainshort.training.ahead import BatchesAhead
+from trainshort.training.alike import about_command, about_data, require_alike
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
-from trainshort.training.metrics import Metrics
+from trainshort.training.launch import restarts
+from trainshort.training.metrics import Metrics, NoMetrics
 from trainshort.training.optimizer import Optimizer, learning_rate
+from trainshort.training.processes import Processes, joined
 from trainshort.training.progress import TrainProgress
+from trainshort.training.rank_log import RankLog, rank_log
 from trainshort.training.run import Checkpoint, Interrupted, RunFolder
+from trainshort.training.sharing import SharedModel
 from trainshort.training.speed import Speed, matrix_rate, operations_per_token
 from trainshort.training.step_log import OnStep, StepLog
 from trainshort.training.stopping import StopSignals
@@ -59,69 +68,107 @@ def train(
     resume: go on from the checkpoint in config.out, or start where there is none. A run that is done stays as it is,
     unless config.steps is larger than it was: then it goes on, and config.extended_at remembers where.
     stop: asked after each step. If it says True, and on Ctrl-C and SIGTERM, the run is saved; it raises Interrupted.
+    Of several processes, which torchrun starts, the first to fail raises its error, the others EndedByOthersError.
     """
-    run = RunFolder(config.out)
+    with StopSignals() as signals, joined(config) as processes:
+        require_alike(processes, about_command(config))
+        run = RunFolder(config.out)
+        values = processes.by_first(lambda: _checked(config, run, resume or restarts() > 0).to_dict())
+        config = replace(TrainConfig.from_dict(values), data=config.data)
+        with contextlib.ExitStack() as stack:
+            processes.together(lambda: _enter(stack, run, processes))
+            log = stack.enter_context(rank_log(run.folder, processes))
+            cuda = [processes.device] if processes.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=cuda))
+            trainer = _Trainer(config, run, processes, log)
+            trainer.on_step = on_step if processes.is_first else None
+            return trainer.train(progress and on_step is None, lambda: signals.received or _asked(stop))
+
+
+def _checked(config: TrainConfig, run: RunFolder, resume: bool) -> TrainConfig:
+    """The config to train with, if the run folder takes it."""
     if not resume and run.has_checkpoint:
         raise FileExistsError(
             f"{run} holds a run already (step {run.step} of {run.config().steps}): go on with it with resume "
             "(--resume), or choose another folder with out (--out)"
         )
     if resume and (started := run.started_with()) is not None:
-        config = _going_on(config, started, run)
-    with run.locked(), StopSignals() as signals:
-        named = None if config.device == "auto" else config.device
-        device = device_for(named, allowed="auto, cpu, or one that torch finds here")
-        cuda = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
-            trainer = _Trainer(config, run, device)
-            trainer.on_step = on_step
-            return trainer.train(progress and on_step is None, lambda: signals.received or _asked(stop))
+        return _going_on(config, started, run)
+    return config
+
+
+def _enter(stack: contextlib.ExitStack, run: RunFolder, processes: Processes) -> None:
+    if processes.is_first:
+        stack.enter_context(run.locked())
 
 
 class _Trainer:
     on_step: OnStep | None = None
 
-    def __init__(self, config: TrainConfig, run: RunFolder, device: torch.device) -> None:
-        self.config, self.run, self.device = config, run, device
-        self.data = TokenData(config.data)
-        saved = run.load() if run.has_checkpoint else None
-        self.data_files = self._check_data(saved)
-        apart = config.packing == "documents"
-        self.batches = Batches(
-            self.data.train,
-            config.length,
-            seed=config.seed,
-            borders=self.data.borders_of("train") if apart else None,
-            end_id=self.data.end_id if apart else None,
-            vocab_size=self.data.vocab_size,
-        )
+    def __init__(self, config: TrainConfig, run: RunFolder, processes: Processes, log: RankLog) -> None:
+        self.config, self.run, self.processes, self.log = config, run, processes, log
+        self.device = device = processes.device
+        _refuse_too_few_rows(config, processes)
+        saved = self._open_data()
+        self.batches = self._batches("train", seed=config.seed, vocab_size=self.data.vocab_size)
         torch.manual_seed(config.seed)
         if saved is not None and (path := run.folder / "config.json").exists():
             check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
         shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
-        if saved is not None:
+        if saved is not None and not saved.is_sharded:
             check_fits(LanguageModel, shape, saved.model, str(run.state_file))
         self.model = LanguageModel(shape)
         self.model.tokenizer = self.data.tokenizer
-        self.model.to(device)
+        self.names = list(stored_tensors(self.model))
+        operations = operations_per_token(self.model, config.length)
+        if saved is None:
+            processes.by_first(self._write_config)
+        if processes.kind != "fsdp":  # which moves a block at a time
+            self.model.to(device)
+        self.model.checkpoint_activations(config.activation_checkpointing)
+        self.shared = SharedModel(self.model, processes, torch.bfloat16 if self._is_half() else None)
         self.optimizer = Optimizer(self.model, config)
         self.step, self.seconds, self.note, self.waiting = 0, 0.0, "", Waiting()
         if saved is None:
-            self._start()
+            self._save()  # so that there is something to go on from at every moment, and a full disk shows at once
         else:
             self._go_on(saved)
         self.saved_step = self.step
         if config.compile if config.compile is not None else device.type == "cuda":
             self.model.compile_blocks()
-        operations = operations_per_token(self.model, config.length)
-        self.speed = Speed(config.batch_tokens, operations, matrix_rate(device))
+        rate = matrix_rate(device)
+        self.speed = Speed(config.batch_tokens, operations, None if rate is None else rate * processes.world)
         self.began, self.waiting = time.monotonic() - self.seconds, Waiting()
+
+    def _open_data(self) -> Checkpoint | None:
+        """Find the data, refused where it is not the run's or not that of all processes; returns the checkpoint."""
+        self.processes.together(self._find_data)
+        require_alike(self.processes, about_data(self.data))
+        saved = self.run.load(self.processes) if self.processes.by_first(lambda: self.run.has_checkpoint) else None
+        self.processes.together(lambda: self._check_data(saved))
+        return saved
+
+    def _find_data(self) -> None:
+        self.data = TokenData(self.config.data)
+
+    def _batches(self, split: str, **options: Any) -> Batches:
+        apart = self.config.packing == "documents"
+        return Batches(
+            self.data.split(split),
+            self.config.length,
+            borders=self.data.borders_of(split) if apart else None,
+            end_id=self.data.end_id if apart else None,
+            **options,
+        )
 
     def train(self, progress: bool, asked_to_stop: Callable[[], int | None]) -> Path:
         config = self.config
         title = f"{config.position} at {config.length}, seed {config.seed}"
-        bar = TrainProgress(title, steps=config.steps, start=self.step, show=progress)
-        metrics = Metrics(self.run.folder, after_step=self.step, tensorboard=config.tensorboard)
+        bar = TrainProgress(title, steps=config.steps, start=self.step, show=progress and self.processes.is_first)
+        first = self.processes.is_first
+        metrics = (
+            Metrics(self.run.folder, after_step=self.step, tensorboard=config.tensorboard) if first else NoMetrics()
+        )
         log = StepLog(
             config, metrics, bar, self.speed, began=self.began, on_step=self.on_step, failed=self._not_finite
         )
@@ -149,7 +196,7 @@ class _Trainer:
         config, first = self.config, self.step + 1
         while self.step < config.steps:
             self._one_step(ahead.next(), log)
-            number = asked_to_stop()
+            number = self.processes.largest(asked_to_stop() or 0)
             last = self.step == config.steps
             validate = last or self._is_due(config.eval_every)
             examine = validate or self._is_due(EXAMINE_EVERY)
@@ -174,31 +221,42 @@ class _Trainer:
         config = self.config
         starts = self.batches.starts((step - 1) * config.sequences, config.sequences)
         rows = config.sequences // config.accumulation
-        return [self.batches.batch(starts[at : at + rows]) for at in range(0, len(starts), rows)]
+        parts = [starts[at : at + rows] for at in range(0, len(starts), rows)]
+        return [self.batches.batch(part[self.processes.rows(rows)], of=part) for part in parts]
 
     def _one_step(self, parts: list[Batch], log: StepLog) -> None:
         config, step = self.config, self.step + 1
         self.model.train()
+        if self.processes.kind is not None:
+            torch.manual_seed(self._seed_of(step, self.processes.rank))
         count = max(1, sum(part.count for part in parts))
         total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for part in parts:
-            loss = self._sum(part) / count
-            loss.backward()
+        for number, part in enumerate(parts, 1):
+            with self.shared.part_of_step(last=number == len(parts)):
+                loss = self._sum(part) / count
+                loss.backward(self.processes.weight)
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or math.inf)
+        norm = self.shared.clip(config.clip or math.inf)
         lr = learning_rate(config, step)
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.step = step
-        log.add(step, lr, total, norm)
+        log.add(step, lr, self.processes.sum(total), norm)
+
+    def _is_half(self) -> bool:
+        return self.config.dtype == "bfloat16" or (self.config.dtype == "auto" and self.device.type == "cuda")
 
     def _autocast(self) -> torch.autocast:
-        half = self.config.dtype == "bfloat16" or (self.config.dtype == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_half())
 
     def _sum(self, part: Batch) -> Tensor:
         with self._autocast():
-            return self.model.loss(part.inputs, part.targets, cu_seqlens=part.cu_seqlens, reduction="sum")
+            return self.shared.loss(part)
+
+    def _seed_of(self, step: int, rank: int) -> int:
+        """Of the random numbers of a step, with several processes: so they go on alike, whatever their number was."""
+        random = np.random.SeedSequence([self.config.seed, step, rank])
+        return int(random.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
     def _not_finite(self, step: int, loss: float, norm: float) -> RuntimeError:
         return RuntimeError(
@@ -213,8 +271,8 @@ class _Trainer:
         row = self._validation() if validate else {}
         tokens = self.data.validation if len(self.data.validation) else self.data.train
         sample = torch.from_numpy(np.asarray(tokens[: self.config.length]).astype(np.int64))[None]
-        with self._autocast():
-            log.keys_kept = share_of_keys(self.model, sample.to(self.device))
+        with self._autocast(), self.shared.whole() as model:
+            log.keys_kept = share_of_keys(model, sample.to(self.device))
         if log.keys_kept is not None:
             row["keys_kept"] = round(log.keys_kept, 4)
         if row:
@@ -226,39 +284,61 @@ class _Trainer:
         windows = min(config.eval_tokens, len(tokens) - 1) // config.length
         if windows < 1:
             return {}
-        apart = config.packing == "documents"
-        batches = Batches(
-            tokens,
-            config.length,
-            borders=self.data.borders_of("validation") if apart else None,
-            end_id=self.data.end_id if apart else None,
-        )
+        batches = self._batches("validation")
         rows = config.sequences // config.accumulation
         starts = [window * config.length for window in range(windows)]
-        parts = [batches.batch(starts[at : at + rows]) for at in range(0, windows, rows)]
-        sums = torch.stack([self._sum(part.to(self.device)) for part in parts])
-        count = sum(part.count for part in parts)
+        parts = [starts[at : at + rows] for at in range(0, windows, rows)]
+        sums = self.processes.sum(torch.stack([self._validation_sum(batches, part) for part in parts]))
+        count = sum(batches.count(part) for part in parts)
         return {"validation_loss": sum(sums.tolist()) / max(1, count), "validation_tokens": count}
 
-    def _start(self) -> None:
+    def _validation_sum(self, batches: Batches, starts: list[int]) -> Tensor:
+        """Of this process's windows. Where there are none left for it, it computes one that does not count."""
+        own = starts[self.processes.rows(len(starts))]
+        total = self._sum(batches.batch(own or starts[:1]).to(self.device))
+        return total if own else torch.zeros_like(total)
+
+    def _write_config(self) -> None:
         self.run.write_config(self.config)
-        save(self.model, self.run.folder)
-        self._save()  # so that there is something to go on from at every moment, and a full disk shows at once
+        native.save(self.model, self.run.folder, weights=self.processes.kind is None)
 
     def _go_on(self, saved: Checkpoint) -> None:
         self.step, self.seconds = saved.step, float(saved.state["seconds"])
         if (before := saved.state["environment"]) != (now := self._environment()):
             changes = (
-                f"{name} was {before.get(name)}, is {now[name]} now" for name in now if before.get(name) != now[name]
+                f"{name} was {before.get(name)}, is {now.get(name)} now"
+                for name in before.keys() | now.keys()
+                if before.get(name) != now.get(name)
             )
-            self.note = f"{self.run}: {'; '.join(changes)}: losses may differ in their last digits"
-        fill(self.model, saved.model)
-        random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
-        state = {name: value for name, value in saved.optimizer.items() if name not in random}
-        self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
-        self._restore_random_numbers(random)
-        self.run.write_config(self.config)  # paths and cadences may have changed
-        self.run.publish()
+            self.note = f"{self.run}: {'; '.join(sorted(changes))}: losses may differ in their last digits"
+        if saved.is_sharded or self.processes.kind is not None:
+            self._read_shards(saved)
+        else:
+            fill(self.model, saved.model)
+            random = {name: value for name, value in saved.optimizer.items() if name.startswith(RANDOM)}
+            state = {name: value for name, value in saved.optimizer.items() if name not in random}
+            self.optimizer.load(state, str(self.run.state_folder / saved.state["files"]["optimizer"]["name"]))
+            self._restore_random_numbers(random)
+
+        def write() -> None:
+            self.run.write_config(self.config)  # paths and cadences may have changed
+            self.run.publish()
+
+        self.processes.by_first(write)
+        self.log.line(f"goes on from step {self.step}")
+
+    def _read_shards(self, saved: Checkpoint) -> None:
+        """From what any number of processes wrote, into what this one holds."""
+        from trainshort.training.shards import names_in, read_shards
+
+        weights = {name: tensor.detach() for name, tensor in stored_tensors(self.model).items()}
+        there = names_in(saved.folder)
+        state = {name: value for name, value in self.optimizer.empty_state().items() if name in there}
+        random = {f"{RANDOM}cpu": torch.get_rng_state()} if f"{RANDOM}cpu" in there else {}
+        read_shards({**weights, **state, **random}, saved.folder, self.processes)
+        self.optimizer.load(state, str(saved.folder))
+        if self.processes.kind is None:
+            self._restore_random_numbers(random)
 
     def _restore_random_numbers(self, random: dict[str, Tensor]) -> None:
         try:
@@ -272,11 +352,8 @@ class _Trainer:
             ) from error
 
     def _save(self) -> None:
-        if self.run.has_checkpoint and self.run.step == self.step:
+        if self.processes.by_first(lambda: self.run.has_checkpoint and self.run.step == self.step):
             return
-        random = {f"{RANDOM}cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "step": self.step,
             "finished": self.step == self.config.steps,
@@ -287,15 +364,33 @@ class _Trainer:
             "data": {"identity": self.data.identity, "files": self.data_files},
             "environment": self._environment(),
         }
-        self.run.save(state, weights_of(self.model), {**self.optimizer.state(), **random})
+        if self.processes.kind is None:
+            self.run.save(state, weights_of(self.model), {**self.optimizer.state(), **self._random_numbers()})
+        else:
+            weights = {name: tensor.detach() for name, tensor in stored_tensors(self.model).items()}
+            tensors = {**weights, **self.optimizer.shards(), **self._random_numbers()}
+            self.run.save_shards(state, tensors, self.names, self.processes)
         self.saved_step = self.step
+        self.log.line(f"saved step {self.step}")
+
+    def _random_numbers(self) -> dict[str, Tensor]:
+        """The state to go on with. Several processes make theirs for each step, and leave one for a process alone."""
+        if self.processes.kind is not None:
+            return {f"{RANDOM}cpu": torch.Generator().manual_seed(self._seed_of(self.step + 1, 0)).get_state()}
+        found = {f"{RANDOM}cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(self.device)
+        return found
 
     def _environment(self) -> dict[str, Any]:
         """What the last digits depend on."""
-        return {"torch": torch.__version__, "device": str(self.device), "threads": torch.get_num_threads()}
+        processes = self.processes
+        device = str(self.device) if processes.kind is None else self.device.type
+        found = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
+        return found if processes.kind is None else found | {"processes": processes.world, "parallel": processes.kind}
 
-    def _check_data(self, saved: Checkpoint | None) -> dict[str, list[int]]:
-        """Refuse other data than the run was started with. Sizes and times of its files, if nothing is wrong."""
+    def _check_data(self, saved: Checkpoint | None) -> None:
+        """Refuse other data than the run was started with. Keeps sizes and times of its files."""
         now = {}
         for name in self.data.meta["hashes"]:
             about = (self.data.folder / name).stat()
@@ -309,7 +404,17 @@ class _Trainer:
         small = sum(size for size, _ in now.values()) <= VERIFIED_AT_START
         if small if saved is None else before["files"] != now:
             self.data.verify()
-        return now
+        self.data_files = now
+
+
+def _refuse_too_few_rows(config: TrainConfig, processes: Processes) -> None:
+    rows = config.sequences // config.accumulation
+    if rows < processes.places:
+        raise ValueError(
+            f"a step has {config.sequences} sequences in {config.accumulation} parts, {rows} rows each, and there "
+            f"are {processes.places} processes to share them: use fewer processes, less accumulation "
+            "(--accumulation), or a larger batch (--batch-tokens)"
+        )
 
 
 def _going_on(config: TrainConfig, started: TrainConfig, run: RunFolder) -> TrainConfig:

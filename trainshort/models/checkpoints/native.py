@@ -35,8 +35,8 @@ def is_native(config: dict[str, Any]) -> bool:
     return config.get("format") == FORMAT
 
 
-def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
-    """Write a model to a folder, which is made if it is not there."""
+def save(model: LanguageModel | Encoder, folder: str | Path, *, weights: bool = True) -> None:
+    """Write a model to a folder, which is made if it is not there. weights=False: its config and tokenizer alone."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {
@@ -49,11 +49,11 @@ def save(model: LanguageModel | Encoder, folder: str | Path) -> None:
     if (origin := origin_of(model.config.position)) is not None:
         header["position_origin"] = origin  # for people to read: nothing is ever imported because of it
     stale = model.tokenizer is None and _holds_our_tokenizer(folder)
-    tensors = weights_of(model)
-    writers: dict[str, Callable[[Path], Any]] = {
-        "model.safetensors": lambda path: save_weights(tensors, path),
-        "config.json": lambda path: path.write_text(json.dumps(header, indent=2) + "\n"),
-    }
+    writers: dict[str, Callable[[Path], Any]] = {}
+    if weights:
+        tensors = weights_of(model)
+        writers["model.safetensors"] = lambda path: save_weights(tensors, path)
+    writers["config.json"] = lambda path: path.write_text(json.dumps(header, indent=2) + "\n")
     if model.tokenizer is not None:
         writers["tokenizer.json"] = lambda path: path.write_text(model.tokenizer.to_str())
     partial = {name: partial_path(folder / name) for name in writers}

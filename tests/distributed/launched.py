@@ -1,0 +1,64 @@
+"""Start processes with torchrun, and read what they leave. One start serves many cases: torch loads for seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120  # seconds; a job that lost a process has to end within 60
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    errors: str
+    seconds: float
+
+    @property
+    def sentences(self) -> list[str]:
+        """What trainshort itself said was wrong."""
+        return [line for line in self.errors.splitlines() if line.startswith("trainshort train: ")]
+
+
+def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str) -> Ended:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, f"--max-restarts={restarts}", "-m", *words],
+        env={**os.environ, **own, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    return Ended(done.returncode, done.stderr, time.monotonic() - began)
+
+
+def pretend_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torchrun had started this process, and no other."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    about = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in about.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def run_cases(processes: int, cases: list[dict[str, Any]], folder: Path) -> list[list[Any]]:
+    """What each case of tests/distributed/worker.py gives on each rank."""
+    asked = folder / f"cases-{processes}.json"
+    asked.write_text(json.dumps(cases))
+    ended = torchrun(processes, "tests.distributed.worker", str(asked))
+    assert ended.status == 0, ended.errors[-4000:]
+    by_rank = [json.loads((folder / f"{asked.name}.{rank}").read_text()) for rank in range(processes)]
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]

@@ -1,0 +1,82 @@
+"""What can be seen with one process of torchrun's: sharded runs beside plain ones, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.distributed.launched import pretend_launched
+from tests.training.small import metrics_of, small_config, small_data
+from trainshort.cli.train import Flags
+from trainshort.training.processes import joined
+from trainshort.training.run import RunFolder
+from trainshort.training.train import train
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pretend_launched(monkeypatch)
+    yield
+    assert not dist.is_initialized(), "who made the process group ends it"
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_rank_trains_what_a_plain_process_trains(data: Path, tmp_path: Path, parallel: str) -> None:
+    changes: dict[str, Any] = {"dropout": 0.0, "position_options": {"trainable": True}, "checkpoint_every": 4}
+    plain = train(small_config(data, tmp_path / "plain", **changes), progress=False)
+    assert not (plain / "logs").exists()
+    shared = train(
+        small_config(data, tmp_path / "run", parallel=parallel, activation_checkpointing=True, **changes),
+        progress=False,
+    )
+    assert metrics_of(plain) == metrics_of(shared)
+    weights, others = load_file(plain / "model.safetensors"), load_file(shared / "model.safetensors")
+    assert all(torch.equal(weights[name], others[name]) for name in weights | others)
+    assert RunFolder(shared).finished
+    assert [path.name for path in (shared / "state" / "shards-00000008").iterdir()] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_device_of_its_own_is_no_choice_for_a_rank(data: Path, tmp_path: Path) -> None:
+    config = small_config(data, tmp_path / "run", device="meta", parallel="ddp")
+    with pytest.raises(ValueError, match="device must be auto, cpu or cuda with several processes"), joined(config):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_processes_are_what_torchrun_starts(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="parallel 'fsdp' needs processes that torchrun starts"):
+        train(small_config(data, tmp_path / "run", parallel="fsdp"), progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_as_its_processes_are(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --parallel: as before under torchrun, and plainly without it."""
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_config(small_config(data, tmp_path / "run", parallel="fsdp"))
+    flags = {"out": str(tmp_path / "run"), "resume": True}
+    assert Flags.from_flags(**flags).config().parallel is None
+    assert Flags.from_flags(**flags, parallel="ddp").config().parallel == "ddp"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Flags.from_flags(**flags).config().parallel == "fsdp"
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with (
+        pytest.raises(ValueError, match="WORLD_SIZE='two', which torchrun sets to a whole number"),
+        joined(small_config(data, tmp_path / "run")),
+    ):
+        pass

@@ -1,0 +1,221 @@
+"""The processes that train one run: this one alone, or those that torchrun has started, and what they agree on.
+
+Alone, torch.distributed is not touched. With several, each has a rank; rank 0 writes the files of the run that are
+there once, and shows what happens. An error on one rank ends all of them, and only the first to fail speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainshort.common.devices import device_for
+from trainshort.training.config import TrainConfig
+from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes, restarts
+
+ALLOWED = "auto, cpu, or one that torch finds here"
+# What collectives say where a process at the other end has gone.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "TCPStore", "c10d")
+FAILURES = "trainshort/failures"
+Result = TypeVar("Result")
+
+
+class Processes:
+    """This process, alone. Everything it has to agree on with others, it agrees on with itself."""
+
+    kind: str | None = None  # ddp or fsdp, where there is torch.distributed
+    rank, world = 0, 1
+    place, places = 0, 1  # of the rows of a batch: which share this process computes, of how many
+    weight: Tensor | None = None  # of the gradient of a loss: backward passes then average over processes
+    mesh: DeviceMesh | None = None
+
+    def __init__(self, config: TrainConfig) -> None:
+        named = None if config.device == "auto" else config.device
+        self.device = device_for(named, allowed=ALLOWED)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def rows(self, count: int) -> slice:
+        """Which of so many rows of a batch are computed here: contiguous, and nearly as many everywhere."""
+        return slice(self.place * count // self.places, (self.place + 1) * count // self.places)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, with the sum over all processes in it."""
+        return tensor
+
+    def largest(self, number: int) -> int:
+        return number
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process gives, as JSON would have it, by rank."""
+        return [value]
+
+    def together(self, do: Callable[[], Result]) -> list[Result]:
+        """Done by every process: the results by rank, or everywhere the error of the first rank that has one."""
+        return [do()]
+
+    def by_first(self, do: Callable[[], Result]) -> Result:
+        """Done by rank 0, while the others wait for the result, or for the error."""
+        return do()
+
+
+class _Joined(Processes):
+    """One of several processes, with torch.distributed."""
+
+    made = 0  # so many before: runs of one process group are told apart by it
+
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        _Joined.made += 1
+        self.kind, self.number = kind, _Joined.made
+        self.device = _device_of_rank(config)
+        self.owned = not _is_in_group()
+        if self.owned:
+            _meet(self.device)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.weight = torch.full((), float(self.world), device=self.device)
+        # Rows of a batch go over "data". Tokens of a row go over "context", which is 1 until something splits rows.
+        self.mesh = init_device_mesh(self.device.type, (self.world, 1), mesh_dim_names=("data", "context"))
+        self.place, self.places = self.mesh.get_local_rank("data"), self.mesh.size(0)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, number: int) -> int:
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[str] = [""] * self.world
+        dist.all_gather_object(found, json.dumps(value))
+        return [json.loads(each) for each in found]
+
+    def together(self, do: Callable[[], Result]) -> list[Result]:
+        result, error = None, None
+        try:
+            result = do()
+        except Exception as raised:
+            error = raised
+        outcomes = self.gather({"result": result if error is None else None, "error": _in_words(error)})
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome["error"] is not None]
+        if not failed:
+            return [outcome["result"] for outcome in outcomes]
+        if error is not None and self.rank == failed[0]:
+            raise error
+        raise EndedByOthersError(f"rank {failed[0]}: {outcomes[failed[0]]['error']}") from error
+
+    def by_first(self, do: Callable[[], Result]) -> Result:
+        return self.together(lambda: do() if self.is_first else None)[0]  # type: ignore[return-value]
+
+    def is_first_to_fail(self) -> bool:
+        """Whether no other process has asked this before. The store outlives ranks: torchrun's own process has it."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return int(store.add(f"{FAILURES}/{self.number}", 1)) == 1
+        except Exception:
+            return True
+
+    def leave(self, failed: bool) -> None:
+        """On a GPU a group that has lost a process is left alone: to end it would wait for that process."""
+        if self.owned and not (failed and self.device.type == "cuda"):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined(config: TrainConfig) -> Iterator[Processes]:
+    """The processes of this run, as long as the context is open."""
+    kind = kind_of(config)
+    if kind is None:
+        yield Processes(config)
+        return
+    processes = _Joined(config, kind)
+    failed = True
+    try:
+        yield processes
+        failed = False
+    except Exception as error:
+        if isinstance(error, EndedByOthersError) or not processes.is_first_to_fail():
+            raise EndedByOthersError(str(error)) from error
+        if _is_loss(error):
+            raise RuntimeError(
+                f"{config.out}: a process of this run has ended (rank {processes.rank} has lost it; logs/ in the run "
+                "folder says what each did last). The last checkpoint is whole: go on with resume (--resume)"
+            ) from error
+        raise
+    finally:
+        processes.leave(failed)
+
+
+def kind_of(config: TrainConfig) -> str | None:
+    """How the processes share the work, or None for a process alone."""
+    if not is_launched() and not _is_in_group():
+        if config.parallel is not None:
+            raise ValueError(
+                f"parallel {config.parallel!r} needs processes that torchrun starts: torchrun --nproc-per-node 2 -m "
+                "trainshort train ...; or leave parallel (--parallel) out"
+            )
+        return None
+    several = dist.get_world_size() if _is_in_group() else number_of_processes()
+    return config.parallel or ("ddp" if several > 1 else None)
+
+
+def _is_in_group() -> bool:
+    """Whether somebody has made a process group already. Some builds of torch know of none."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _meet(device: torch.device) -> None:
+    """Make the process group: gloo between CPUs, NCCL between GPUs.
+
+    torchrun keeps its store when it restarts processes, with the addresses of those that have gone: each attempt
+    writes under a name of its own.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world = next(iter(rendezvous("env://")))
+    own = dist.PrefixStore(f"attempt {restarts()}", store)  # type: ignore[attr-defined]
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
+
+
+def _device_of_rank(config: TrainConfig) -> torch.device:
+    found = device_for(None if config.device == "auto" else config.device, allowed=ALLOWED)
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda" or found.index is not None:
+        raise ValueError(
+            f"device must be auto, cpu or cuda with several processes, which share the GPUs by their ranks; got "
+            f"{config.device!r}"
+        )
+    if (here := local_rank()) >= torch.cuda.device_count():
+        raise ValueError(
+            f"this machine has {torch.cuda.device_count()} GPUs, and process {here + 1} found none left: start as "
+            "many processes as there are GPUs (torchrun --nproc-per-node), or use device cpu (--device cpu)"
+        )
+    return torch.device("cuda", here)
+
+
+def _in_words(error: Exception | None) -> str | None:
+    return None if error is None else " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Whether this is what a collective says when another process has gone."""
+    if error is None:
+        return False
+    said = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+    return said or isinstance(error, dist.DistError) or _is_loss(error.__cause__)
