@@ -38,9 +38,7 @@ def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor,
     return with_slack(problem, near, center, query_norm, longest)
 
 
-def with_slack(
-    problem: Problem, near: Tensor, center: Tensor | None, query_norm: Tensor, longest: Tensor
-) -> Tensor:
+def with_slack(problem: Problem, near: Tensor, center: Tensor | None, query_norm: Tensor, longest: Tensor) -> Tensor:
     """A lower bound as it was computed, less what its rounding may have added. longest: of keys it was taken from."""
     if isinstance(problem.bias, KerpleBias):  # its costs are rounded powers
         near = near - 2.0**-40 * near.abs()

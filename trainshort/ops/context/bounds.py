@@ -1,14 +1,14 @@
 """What keys on other ranks can weigh, from a few numbers for each block of 128 of them.
 
-Take a block of keys, a query head with a centre c, norms n_j = ‖k_j - c‖ and heights h_j (levels.py), of which H is the
-largest in the block. By Cauchy-Schwarz a query with x = s‖q‖ and height g gives the block at most
+Take a block of keys, a query head with a centre c, norms n_j = ‖k_j - c‖ and heights h_j (levels.py), of which H is
+the largest in the block. By Cauchy-Schwarz a query with x = s‖q‖ and height g gives the block at most
 
     e^(f(x) + H - g),    f(x) = ln sum over j of e^(x n_j + h_j - H).
 
 f is convex, so for 0 <= x <= X it lies under its chord: f(x) <= f(0) + (x / X) (f(X) - f(0)). With X the largest x of
-any query on any rank, f(0), f(X) and H are all that others need to know of the block, and running log-sums over blocks
-bound whole tails, as in ops/windows.py. What a query has near its own place is bounded from below as in ops/near.py,
-where the means of the last keys in front of a span come from the rank that has them.
+any query on any rank, f(0), f(X) and H are all that others need to know of the block, and running log-sums over
+blocks bound whole tails, as in ops/windows.py. What a query has near its own place is bounded from below as in
+ops/near.py, where the means of the last keys in front of a span come from the rank that has them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sample_of(problem: Problem) -> Tensor:
 
 
 def center_of(samples: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of the samples of all ranks where that makes keys shorter, else 0: [B, Hkv, D]. Any vector is sound."""
+    """The mean of all ranks' samples where that makes keys shorter, else 0: [B, Hkv, D]. Any vector is sound."""
     total = samples.sum(0)
     sums, count, squares = total[..., :-2], total[..., -2:-1].clamp_min(1.0), total[..., -1:]
     mean = sums / count
@@ -88,7 +88,7 @@ class Bounds:
 
 def bounds_of(problem: Problem, levels: Levels, center: Tensor, largest: Tensor, blocks: int) -> Bounds:
     """largest: X, [B, H]; blocks: room for those of the longest span."""
-    batch, heads, length, dim = problem.q.shape
+    batch, heads, length, _ = problem.q.shape
     group = heads // problem.k.shape[1]
     norms = key_norms_of(problem, center, slack_of(problem))  # [B, Hkv, T]
     longest = norms.amax(-1).clamp_min(0.0).float() if length else norms.new_zeros(norms.shape[:2]).float()
@@ -187,9 +187,7 @@ def _queries(problem: Problem, rows: slice) -> Problem:
     return replace(problem, q=problem.q[:, :, rows], query_start=0)
 
 
-def _with_tiles_before(
-    problem: Problem, spans: Spans, levels: Levels, bounds: Bounds, real: Run
-) -> Problem | None:
+def _with_tiles_before(problem: Problem, spans: Spans, levels: Levels, bounds: Bounds, real: Run) -> Problem | None:
     """The first rows, with tiles of keys in front of them that stand for those of the rank before: each key is the
     mean of its tile, which is all that `mean_key_score` looks at."""
     ranks = [rank for rank in range(spans.rank) if spans.lengths[rank]]
@@ -214,7 +212,7 @@ def _bias_after_tiles(problem: Problem, spans: Spans, levels: Levels, heights: T
     """The bias of the first rows and the tiles before them, whose mean heights [B, H, tiles] come from that rank."""
     if not isinstance(problem.bias, DecayBias):
         return problem.bias
-    batch, heads = problem.q.shape[:2]
+    batch = problem.q.shape[0]
     count = heights.shape[2] * NEAR
     own = levels.heights[0][..., : TILES * NEAR].expand(batch, -1, -1)
     before = heights + (levels.bases[0][rank] - levels.bases[0][spans.rank])[..., None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Callable
@@ -154,7 +155,7 @@ def _compare(headers: list[list[int]]) -> None:
 def _check_borders(borders: tuple[int, ...] | None, total: int) -> None:
     if borders is None:
         return
-    if borders[0] != 0 or borders[-1] != total or any(a > b for a, b in zip(borders, borders[1:], strict=False)):
+    if borders[0] != 0 or borders[-1] != total or any(a > b for a, b in itertools.pairwise(borders)):
         raise ValueError(
             f"under context_parallel cu_seqlens has the borders of the whole sequence: it must start at 0, never go "
             f"down and end at its length {total}, got {list(borders[:8])}{' ...' if len(borders) > 8 else ''}"

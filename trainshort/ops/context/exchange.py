@@ -1,8 +1,8 @@
 """What travels: for each row of the batch and key head, the keys of one rank that another needs, and their gradients.
 
 Every rank knows the windows of all ranks, so reader and owner list the same keys in the same order and no index is
-sent. A message holds the levels of these keys (under a DecayBias: running sums of gates for the query heads that share
-the key head, or times) and keys and values side by side; on the way back the gradients of the same things.
+sent. A message holds the levels of these keys (under a DecayBias: running sums of gates for the query heads that
+share the key head, or times) and keys and values side by side; on the way back the gradients of the same things.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def places_of(plan: Plan, owner: int, reader: int) -> Places:
 
 
 def own_levels(plan: Plan) -> Tensor | None:
-    """The levels of a span's own keys, float64 [B, Hkv, L, T]: of L numbers for each, past gates before future ones."""
+    """The levels of a span's own keys, float64 [B, Hkv, L, T]: L numbers for each, past gates before future ones."""
     batch, kv_heads = plan.problem.q.shape[0], plan.problem.k.shape[1]
     if plan.levels.since is not None:
         return plan.levels.since[:, None, None].expand(batch, kv_heads, 1, -1)

@@ -1,13 +1,14 @@
 """The bias of a sequence whose gates, times or positions lie on several ranks.
 
-Proofs and sums need *heights*, numbers that rise towards the queries, so that a key of height h weighs e^(h - g) for a
-query of height g, times e^score: m j for a slope m, -c_j for gates with running sums c, slope times time for times
-(later keys: -m j, c_j, minus slope times time). A rank knows heights from the start of its own span. `Bases` has what
-is added to those of each rank, so that they go on from one to the next.
+Proofs and sums need *heights*, numbers that rise towards the queries, so that a key of height h weighs e^(h - g) for
+a query of height g, times e^score: m j for a slope m, -c_j for gates with running sums c, slope times time for times
+(later keys: -m j, c_j, minus slope times time). A rank knows heights from the start of its own span; `Levels.bases`
+has what is added to those of each rank, so that they go on from one to the next.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,7 +129,7 @@ def _join_times(levels: Levels, bias: DecayBias, spans: Spans, known: Known) -> 
     unit = 1 if bias.given[0].is_floating_point() else UNIT
     first = known.times[present[0] if present else 0]
     since = (known.times[:, 0] - first[0]) * unit + (known.times[:, 1] - first[1])  # [ranks, B]
-    for before, after in zip(present, present[1:], strict=False):
+    for before, after in itertools.pairwise(present):
         if not bool((since[after] >= since[before] + known.times[before, 2]).all()):
             raise ValueError(
                 f"DecayBias times must be finite and never go back, and that from rank to rank too: those of rank "

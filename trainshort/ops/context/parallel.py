@@ -62,7 +62,10 @@ class ContextParallel:
         on_gpu = dist.get_backend(self._ranks.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]) -> Tensor:
+    @torch.compiler.disable
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]
+    ) -> Tensor:
         device = q.device if isinstance(q, Tensor) else self._device()
         (out,) = _attend(self._ranks, [_call_maker(q, k, v, bias, backend, options)], device)
         return out
@@ -77,13 +80,13 @@ def _gather(tensor: Tensor) -> Protocol:
 def context_parallel(mesh: DeviceMesh | dist.ProcessGroup) -> Iterator[ContextParallel]:
     """Attention over a sequence that is split into contiguous spans, one a rank.
 
-    Inside the context, `ts.attention` and `ts.alibi_attention` take a rank's span of queries, keys and values and give
-    the output of its rows, as one process would over the whole sequence: within the tolerance, forward and backward.
-    All ranks make the same calls in the same order. Spans may have different lengths, and none at all.
+    Inside the context, `ts.attention` and `ts.alibi_attention` take a rank's span of queries, keys and values and
+    give the output of its rows, as one process would over the whole sequence: within the tolerance, forward and
+    backward. All ranks make the same calls in the same order. Spans may have different lengths, and none at all.
 
-    `key_padding_mask` and the gates or times of a DecayBias are those of the span; `cu_seqlens` has the borders of the
-    whole sequence, on every rank. Slopes, tables and weights are the same everywhere, and each rank gets the gradient
-    that its own rows give: their sum over ranks is that of one process.
+    `key_padding_mask` and the gates or times of a DecayBias are those of the span; `cu_seqlens` has the borders of
+    the whole sequence, on every rank. Slopes, tables and weights are the same everywhere, and each rank gets the
+    gradient that its own rows give: their sum over ranks is that of one process.
 
     Args:
         mesh: A one-dimensional DeviceMesh, or a process group.
@@ -116,8 +119,8 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"context_parallel needs a DeviceMesh of one dimension, got {mesh.ndim}: take the one that splits the "
-                "sequence, mesh['context'] for example"
+                f"context_parallel needs a DeviceMesh of one dimension, got {mesh.ndim}: take the one that splits "
+                "the sequence, mesh['context'] for example"
             )
         return mesh.get_group()
     if not isinstance(mesh, dist.ProcessGroup):
@@ -128,7 +131,7 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
 def simulate(
     spans: Sequence[tuple[Tensor, Tensor, Tensor]],
     *,
-    bias: Bias | None | Sequence[Bias | None] = None,
+    bias: Bias | Sequence[Bias | None] | None = None,
     key_padding_mask: Sequence[Tensor] | None = None,
     backend: str = "auto",
     **options: Any,

@@ -1,9 +1,10 @@
 """The rows of a rank as ordinary attention calls.
 
 Rows at the front (and without `causal` at the back) of a span may need keys of other ranks; rows between them need
-their own rank's alone, and are computed while the others' keys are on their way. Heads need different numbers of keys,
-and attention takes one run of keys for all heads of a row of the batch. So where keys were fetched, each key head
-becomes a row of its own: its window is what `key_padding_mask` leaves of a buffer that is as long as the longest needs.
+their own rank's alone, and are computed while the others' keys are on their way. Heads need different numbers of
+keys, and attention takes one run of keys for all heads of a row of the batch. So where keys were fetched, each key
+head becomes a row of its own: its window is what `key_padding_mask` leaves of a buffer that is as long as the longest
+needs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def parts_of(plan: Plan) -> tuple[list[Part], list[Part]]:
     if front:
         joined.append(Part(slice(0, front), low, start + front if near else end))
     if front < back:
-        own.append(Part(slice(front, back), start + front if packed else start, start + back if near else end, packed))
+        own.append(
+            Part(slice(front, back), start + front if packed else start, start + back if near else end, packed)
+        )
     if back < length:
         joined.append(Part(slice(back, length), start + back if packed else start, high))
     return own, joined
@@ -141,7 +144,7 @@ def lanes_of(plan: Plan, part: Part) -> list[Lanes]:
 class Fetched(NamedTuple):
     """Keys of another rank, in the order of `places_of`."""
 
-    index: tuple[Tensor, Tensor, Tensor]  # row of the batch, key head, place in the whole sequence
+    places: tuple[Tensor, Tensor, Tensor]  # row of the batch, key head, place in the whole sequence
     levels: Tensor | None  # [n, L]
     k: Tensor  # [n, D]
     v: Tensor
@@ -167,11 +170,12 @@ def buffers_of(plan: Plan, part: Part, k: Tensor, v: Tensor, fetched: dict[int, 
     for rank in part.ranks(plan):
         if rank not in fetched:
             continue
-        rows, heads, keys = fetched[rank].index
+        rows, heads, keys = fetched[rank].places
         index = (rows, heads, keys - part.first)
         k[index], v[index] = fetched[rank].k, fetched[rank].v
-        if levels is not None:
-            levels.movedim(2, 3)[index] = fetched[rank].levels + level_offset(plan, rank)[rows, heads]
+        own_numbers = fetched[rank].levels
+        if levels is not None and own_numbers is not None:
+            levels.movedim(2, 3)[index] = own_numbers + level_offset(plan, rank)[rows, heads]
     if levels is not None:  # keys that a head does not need go on as the last it does: sums never rise
         window = (plan.windows[plan.spans.rank] - part.first).to(k.device)  # [B, Hkv, 2]
         place = torch.arange(part.end - part.first, device=k.device)

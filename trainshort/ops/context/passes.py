@@ -141,9 +141,9 @@ def backward(plan: Plan, computed: Sequence[Computed], grad: Tensor, want_bias: 
 
 def _zeros(problem: Problem, width: int) -> Gradients:
     k = problem.k
-    wide = {"dtype": problem.accumulate_dtype, "device": k.device}
+    dk, dv = (torch.zeros(k.shape, dtype=problem.accumulate_dtype, device=k.device) for _ in range(2))
     levels = torch.zeros((*k.shape[:2], width, k.shape[2]), dtype=torch.float64, device=k.device) if width else None
-    return Gradients(torch.zeros_like(problem.q), torch.zeros(k.shape, **wide), torch.zeros(k.shape, **wide), levels, {})
+    return Gradients(torch.zeros_like(problem.q), dk, dv, levels, {})
 
 
 def _differentiate(
@@ -203,9 +203,7 @@ def _add_bias(plan: Plan, lanes: Lanes, gradients: dict[str, Tensor], total: Gra
         total.bias[name] = found.double() + total.bias.get(name, 0.0)
 
 
-def _messages(
-    plan: Plan, part: Part, dk: Tensor, dv: Tensor, levels: Tensor | None
-) -> Iterator[tuple[int, Tensor]]:
+def _messages(plan: Plan, part: Part, dk: Tensor, dv: Tensor, levels: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """Gradients of fetched keys, for the ranks that own them."""
     for rank in part.ranks(plan):
         places = places_of(plan, rank, plan.spans.rank)
@@ -309,19 +307,19 @@ def _packed(each: Computed, saved: list[Tensor]) -> Computed:
 
     return each._replace(
         arguments=tuple(pack(value) for value in each.arguments),
-        results=tuple(pack(value) for value in each.results),  # type: ignore[arg-type]
+        results=tuple(pack(value) for value in each.results),
     )
 
 
 class _Place(NamedTuple):
-    index: int
+    among_saved: int
 
 
 def _unpacked(each: Computed, saved: Sequence[Tensor]) -> Computed:
     def unpack(value: Any) -> Any:
-        return saved[value.index] if isinstance(value, _Place) else value
+        return saved[value.among_saved] if isinstance(value, _Place) else value
 
     return each._replace(
         arguments=tuple(unpack(value) for value in each.arguments),
-        results=tuple(unpack(value) for value in each.results),  # type: ignore[arg-type]
+        results=tuple(unpack(value) for value in each.results),
     )

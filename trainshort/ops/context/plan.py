@@ -1,8 +1,8 @@
 """Which keys each rank needs of the others.
 
 Ranks tell each other their sizes, then what their heights go on from and a sample of their keys, then bounds of their
-blocks of keys, and at last which keys they need: for each row of the batch and key head one range, the rank's own span
-included. Half of the tolerance pays for what is not fetched, the other half for what is fetched and not visited.
+blocks of keys, and at last which keys they need: for each row of the batch and key head one range, the rank's own
+span included. Half of the tolerance pays for what is not fetched, the other half for what is fetched and not visited.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _real_keys(spans: Spans, runs: Tensor) -> tuple[Tensor, Tensor]:
     broken = count.sum(0) != (high - low).clamp_min(0)
     if bool(broken.any()):
         raise ValueError(
-            "key_padding_mask must be one contiguous run of True a row (left or right padding), over the spans of all "
-            f"ranks together: row {int(broken.nonzero()[0])} has a hole"
+            "key_padding_mask must be one contiguous run of True a row (left or right padding), over the spans of "
+            f"all ranks together: row {int(broken.nonzero()[0])} has a hole"
         )
     return torch.minimum(low, high), high
 
@@ -308,5 +308,3 @@ def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
 def inner_tolerance(plan: Plan) -> float:
     """For what is fetched and not visited."""
     return plan.problem.tolerance / 2 if plan.certified else plan.problem.tolerance
-
-

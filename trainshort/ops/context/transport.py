@@ -53,8 +53,8 @@ Protocol = Generator[Any, Any, Any]
 class Sent:
     """Bytes that this rank sent to others, by kind, and what ring attention would have sent for the same calls.
 
-    A ring sends the keys and values of every rank to all others, hop by hop, and in the backward pass their gradients:
-    here counted for the rank whose keys they are.
+    A ring sends the keys and values of every rank to all others, hop by hop, and in the backward pass their
+    gradients: here counted for the rank whose keys they are.
     """
 
     bounds: int = 0  # sizes, bounds of blocks and windows: everything but the next two
@@ -63,7 +63,9 @@ class Sent:
     ring: int = 0
     calls: int = 0
     windows: int = 0  # of all calls: one for each row of the batch and key head
-    everything: int = 0  # of these, the ones for which all keys in sight on other ranks were fetched, if there are any
+    everything: int = (
+        0  # of these, the ones for which all keys in sight on other ranks were fetched, if there are any
+    )
 
     @property
     def bytes(self) -> int:
