@@ -113,20 +113,22 @@ class Lanes:
         tensor = tensor if self.all_heads else tensor[:, self.key_heads]
         return tensor.flatten(0, 1)[:, None] if self.folded else tensor
 
-    def add_queries(self, total: Tensor, part: Tensor) -> None:
-        """Add what a call found for its queries to a tensor [B, H, ...]."""
+    def put_queries(self, total: Tensor, part: Tensor) -> None:
+        """Write what a call found for its queries to a tensor [B, H, ...]."""
         part = part.unflatten(0, (self.batch, -1)).flatten(1, 2) if self.folded else part
-        self._add(total, part, self.query_heads)
+        _put(total, part, None if self.all_heads else self.query_heads)
 
-    def add_keys(self, total: Tensor, part: Tensor) -> None:
+    def put_keys(self, total: Tensor, part: Tensor) -> None:
         """The same for its keys, [B, Hkv, ...]."""
-        self._add(total, part[:, 0].unflatten(0, (self.batch, -1)) if self.folded else part, self.key_heads)
+        part = part[:, 0].unflatten(0, (self.batch, -1)) if self.folded else part
+        _put(total, part, None if self.all_heads else self.key_heads)
 
-    def _add(self, total: Tensor, part: Tensor, heads: list[int]) -> None:
-        if self.all_heads:
-            total += part
-        else:
-            total[:, heads] += part.to(total.dtype)
+
+def _put(total: Tensor, part: Tensor, heads: list[int] | None) -> None:
+    if heads is None:
+        total.copy_(part)
+    else:
+        total[:, heads] = part
 
 
 def lanes_of(plan: Plan, part: Part) -> list[Lanes]:

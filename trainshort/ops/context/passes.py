@@ -88,11 +88,10 @@ def _compute(
     buffers: Buffers = buffers_of(plan, part, k, v, fetched)
     operator, _ = _operators(plan)
     found = []
-    out[:, :, part.rows] = 0.0
     for lanes in lanes_of(plan, part):
         arguments = operators.pack(problem_of(plan, part, lanes, q, buffers))
         results = operator(*arguments)
-        lanes.add_queries(out[:, :, part.rows], results[0])
+        lanes.put_queries(out[:, :, part.rows], results[0])
         found.append(Computed(part, lanes, arguments, results))
     return found
 
@@ -143,7 +142,7 @@ def _zeros(problem: Problem, width: int) -> Gradients:
     k = problem.k
     dk, dv = (torch.zeros(k.shape, dtype=problem.accumulate_dtype, device=k.device) for _ in range(2))
     levels = torch.zeros((*k.shape[:2], width, k.shape[2]), dtype=torch.float64, device=k.device) if width else None
-    return Gradients(torch.zeros_like(problem.q), dk, dv, levels, {})
+    return Gradients(torch.empty(problem.q.shape, dtype=k.dtype, device=k.device), dk, dv, levels, {})
 
 
 def _differentiate(
@@ -154,7 +153,7 @@ def _differentiate(
     part, k = calls[0].part, plan.problem.k
     keys = part.end - part.first
     _, operator = _operators(plan)
-    dk, dv = (torch.zeros((*k.shape[:2], keys, k.shape[3]), dtype=k.dtype, device=k.device) for _ in range(2))
+    dk, dv = (torch.empty((*k.shape[:2], keys, k.shape[3]), dtype=k.dtype, device=k.device) for _ in range(2))
     levels = None
     if total.levels is not None:
         levels = torch.zeros((*total.levels.shape[:3], keys), dtype=torch.float64, device=k.device)
@@ -163,9 +162,9 @@ def _differentiate(
         own_grad = lanes.queries(grad[:, :, part.rows]).contiguous()
         found = operator(own_grad, None, *each.results, want_bias, *each.arguments)
         gradients = dict(zip(operators.GRADIENTS, found, strict=True))
-        lanes.add_queries(total.q[:, :, part.rows], gradients["q"])
-        lanes.add_keys(dk, gradients["k"])
-        lanes.add_keys(dv, gradients["v"])
+        lanes.put_queries(total.q[:, :, part.rows], gradients["q"])
+        lanes.put_keys(dk, gradients["k"])
+        lanes.put_keys(dv, gradients["v"])
         if levels is not None:
             sides = [gradients[name] for name in ("gate_sums", "ahead_sums") if gradients[name].numel()]
             for target, sums in zip(levels.split(lanes.group, dim=2), sides, strict=False):
@@ -198,7 +197,7 @@ def _add_bias(plan: Plan, lanes: Lanes, gradients: dict[str, Tensor], total: Gra
         found = gradients[name]
         if lanes.folded and isinstance(bias, (LinearBias, DecayBias)):
             by_row = torch.zeros((lanes.batch, tensor.shape[-1]), dtype=torch.float64, device=tensor.device)
-            lanes.add_queries(by_row, found.double())
+            lanes.put_queries(by_row, found.double())
             found = by_row if tensor.dim() == 2 else by_row.sum(0)
         total.bias[name] = found.double() + total.bias.get(name, 0.0)
 
