@@ -175,7 +175,7 @@ def models_bounded() -> str:
 def context_parallel() -> str:
     data = json.loads((RESULTS / "context_parallel.json").read_text())
     lines = [
-        "| ranks | length | dtype | keys and gradients, MB | by formula | bounds, MB | by formula | of a ring's bytes |",
+        "| ranks | length | dtype | keys and gradients, MB | by formula | bounds, MB | by formula | of a ring's |",
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in data["records"]:
@@ -192,11 +192,13 @@ def context_parallel() -> str:
         f"{paper['bounds'] / 1e6:.1f} | {share:.2%} by formula |"
     )
     about = data["about"]
-    return "\n".join([
-        *lines, "", f"All ranks together; {about['shapes']}; a ring: keys, values and their gradients make ranks − 1 hops. "
+    lines += [
+        "",
+        f"All ranks together; {about['shapes']}; a ring: keys, values and their gradients make ranks − 1 hops. "
         f"torch {about['torch']}, commit {about['commit']}. Key blocks visited by each of four ranks at "
         f"{data['records'][0]['length']:,}: {shares}.",
-    ]) + "\n"  # fmt: skip
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _machine_of(data: dict) -> str:

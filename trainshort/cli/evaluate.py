@@ -6,17 +6,22 @@ position in the window, speed, peak memory and, under ALiBi, what certified wind
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
+
+if TYPE_CHECKING:
+    from trainshort.evaluation.runs import OpenedRun
 
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
   trainshort evaluate runs/alibi-256 --lengths 256 512 4096
   trainshort evaluate runs/alibi-256 --lengths 1024 --mode sliding --stride 64 --tokens 20000
   trainshort evaluate runs/alibi-256 --lengths 1024 --data other
+  torchrun --nproc-per-node 4 -m trainshort evaluate runs/alibi-256 --lengths 1000000 --context-parallel
 """
 
 
@@ -27,6 +32,9 @@ class Flags(EvaluateConfig):
     run: str = field(metadata={"help": "the folder that train wrote", "positional": True})
     data: str | None = field(
         default=None, metadata={"help": "a folder that prepare wrote (default: the one the run was trained on)"}
+    )
+    context_parallel: bool = field(
+        default=False, metadata={"help": "share every window among the processes of torchrun, a span each"}
     )
 
 
@@ -59,6 +67,39 @@ def run(flags: Flags) -> None:
         first = first or record
         done.append(record["length"])
 
+    if flags.context_parallel:
+        _evaluate_over_ranks(flags, opened, config)
+        return
     with on_stop(left), evaluation_progress(len(config.lengths)) as on_scored:
         records = evaluate(opened.folder, opened.data, config, on_scored=on_scored, on_record=on_record)
     print_table(evaluation_table(str(opened.folder), records))
+
+
+def _evaluate_over_ranks(flags: Flags, opened: OpenedRun, config: EvaluateConfig) -> None:
+    """One of the processes that torchrun started. The first one alone writes and prints."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from trainshort.cli.shown import evaluation_table, print_table
+    from trainshort.common.devices import device_for
+    from trainshort.evaluation.evaluate import evaluate
+    from trainshort.ops.context.parallel import context_parallel
+
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            "--context-parallel shares windows among processes: start them with "
+            f"torchrun --nproc-per-node N -m trainshort evaluate {flags.run} --context-parallel ..."
+        )
+    device = device_for(flags.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))  # starts the process group
+    try:
+        with context_parallel(mesh) as parallel:
+            records = evaluate(opened.folder, opened.data, replace(config, device=str(device)))
+        if parallel.rank == 0:
+            print_table(evaluation_table(str(opened.folder), records))
+    finally:
+        dist.destroy_process_group()

@@ -23,6 +23,7 @@ from trainshort.evaluation.records import Record, add_record, figures, fingerpri
 from trainshort.evaluation.score import losses
 from trainshort.evaluation.windows import scored_span, windows
 from trainshort.models import LanguageModel, load
+from trainshort.ops.context import state
 
 Progress = Callable[[int, int, int], None]  # length, newly scored tokens, all that will be
 WARM_UP = 256  # tokens, before anything is timed
@@ -85,7 +86,7 @@ def evaluate(
     records of other data, windows, tokens, weights and dtypes stay.
 
     data: TokenData, or an array of tokens, of which words and bytes are then not known. on_scored and on_record
-    are told of progress.
+    are told of progress. Inside `ts.context_parallel` the ranks share each window, and the first one writes the file.
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length to evaluate at")
@@ -109,7 +110,8 @@ def evaluate(
             record = _at_length(network, text, config, length, (first, last), on_scored)
             if folder is not None and weights is not None:
                 record = {"model": weights} | record
-                add_record(folder, record, weights)
+                if state.current is None or state.current.rank == 0:
+                    add_record(folder, record, weights)
             records.append(record)
             if on_record is not None:
                 on_record(record)
@@ -196,7 +198,9 @@ def _at_length(
         "threads": torch.get_num_threads(),
         "waiting": share,
     }
-    if config.kept:
+    if state.current is not None:
+        record["ranks"] = state.current.size
+    elif config.kept:
         start = max(0, first) if first + length <= last else max(0, last - length)
         sample = torch.from_numpy(np.asarray(text.tokens[start : start + length]).astype(np.int64))[None].to(device)
         if (kept := kept_keys(model, sample, config.chunk)) is not None:
