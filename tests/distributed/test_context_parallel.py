@@ -157,3 +157,27 @@ def test_every_rank_learns_what_is_wrong_on_one(tmp_path: Path) -> None:
 def test_what_is_no_mesh_is_refused() -> None:
     with pytest.raises(TypeError, match="a DeviceMesh or a process group, got int"), ts.context_parallel(3):  # type: ignore[arg-type]
         pass
+
+
+def evaluate_windows() -> tuple[list[float], list[float], int]:
+    """Losses that ranks share, and those of this process alone."""
+    from trainshort.evaluation.config import EvaluateConfig
+    from trainshort.evaluation.evaluate import evaluate
+
+    torch.manual_seed(0)
+    model = ts.LanguageModel(ts.ModelConfig(num_layers=2, d_model=64, num_heads=4, vocab_size=50)).double()
+    tokens = torch.randint(50, (3001,)).numpy()
+    config = EvaluateConfig(lengths=(100, 1500), mode="sliding", chunk=512, device="cpu")
+    alone = [record["nll_sum"] for record in evaluate(model, tokens, config)]
+    with ts.context_parallel(dist.group.WORLD):
+        records = evaluate(model, tokens, config)
+    return [record["nll_sum"] for record in records], alone, records[0]["ranks"]
+
+
+@pytest.mark.slow
+def test_evaluation_shares_windows(tmp_path: Path) -> None:
+    for found in run_ranks(tmp_path, 2, evaluate_windows):
+        assert len(found) == 3, found
+        shared, alone, ranks = found
+        assert shared == pytest.approx(alone, rel=1e-12)
+        assert ranks == 2
