@@ -25,7 +25,7 @@ import trainshort as ts
 from trainshort.ops.context import bounds
 from trainshort.ops.context.call import FIELDS
 from trainshort.ops.context.exchange import message_size, places_of
-from trainshort.ops.context.parallel import _call_maker, simulate
+from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Simulated
 from trainshort.ops.near import lse_lower_bound
@@ -46,7 +46,7 @@ def plan(length: int, ranks: int, dtype: torch.dtype) -> tuple[list[Plan], int]:
     spans = zip(*(tensor.split(length // ranks, dim=2) for tensor in inputs(length, dtype)), strict=True)
     group = Simulated(ranks)
     bias = ts.LinearBias(ts.alibi_slopes(HEADS))
-    calls = [_call_maker(*span, bias, "auto", {}) for span in spans]
+    calls = [call_maker(*span, bias, "auto", {}) for span in spans]
     plans = group.run([make_plan(rank, call, torch.device("cpu")) for rank, call in enumerate(calls)])
     return plans, sum(sent.bounds for sent in group.sent)
 

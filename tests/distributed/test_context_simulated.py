@@ -11,7 +11,7 @@ from torch import Tensor
 import trainshort as ts
 from tests.distributed.context_cases import NAMES, SPANS, Case, make, promised, slices
 from trainshort.ops.context.exchange import message_size, places_of
-from trainshort.ops.context.parallel import _call_maker, simulate
+from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Sent, Simulated
 from trainshort.ops.problem import DEFAULT_TOLERANCE
@@ -36,7 +36,7 @@ def over_ranks(
 def plans_of(case: Case, spans: list[int], tolerance: float, ranks: Simulated | None = None) -> list[Plan]:
     options = {"causal": case.causal, "tolerance": tolerance, "cu_seqlens": case.cu_seqlens}
     calls = [
-        _call_maker(
+        call_maker(
             *(tensor[:, :, own] for tensor in (case.q, case.k, case.v)),
             case.bias(own),
             "auto",
@@ -226,7 +226,7 @@ def test_ranks_that_make_other_calls_are_refused_by_name(message: str) -> None:
             torch.randn(given["batch"], given["heads"], 20, given["dim"], dtype=given["dtype"]) for _ in range(3)
         )  # type: ignore[call-overload]
         bias = None if given["slopes"] is None else ts.LinearBias(given["slopes"] * ts.alibi_slopes(given["heads"]))  # type: ignore[arg-type,operator]
-        calls.append(_call_maker(q, k, v, bias, "auto", {"causal": given["causal"], "tolerance": given["tolerance"]}))
+        calls.append(call_maker(q, k, v, bias, "auto", {"causal": given["causal"], "tolerance": given["tolerance"]}))
     with pytest.raises(ValueError, match=message):
         Simulated(2).run([make_plan(rank, call, torch.device("cpu")) for rank, call in enumerate(calls)])
 

@@ -67,7 +67,7 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]
     ) -> Tensor:
         device = q.device if isinstance(q, Tensor) else self._device()
-        (out,) = _attend(self._ranks, [_call_maker(q, k, v, bias, backend, options)], device)
+        (out,) = _attend(self._ranks, [call_maker(q, k, v, bias, backend, options)], device)
         return out
 
 
@@ -151,7 +151,7 @@ def simulate(
     biases = list(bias) if isinstance(bias, Sequence) else [bias] * len(spans)
     masks = [None] * len(spans) if key_padding_mask is None else list(key_padding_mask)
     calls = [
-        _call_maker(*span, own, backend, {**options, "key_padding_mask": mask})
+        call_maker(*span, own, backend, {**options, "key_padding_mask": mask})
         for span, own, mask in zip(spans, biases, masks, strict=True)
     ]
     return list(_attend(ranks, calls, spans[0][0].device)), ranks.sent
@@ -190,7 +190,7 @@ UNSUPPORTED = {
 }
 
 
-def _call_maker(
+def call_maker(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]
 ) -> Callable[[], Call]:
     def make() -> Call:

@@ -54,7 +54,7 @@ class Part(NamedTuple):
 def parts_of(plan: Plan) -> tuple[list[Part], list[Part]]:
     """The parts that need no keys of other ranks, and those that may."""
     start, end, length = plan.spans.start, plan.spans.end, plan.problem.q.shape[2]
-    if length == 0:
+    if plan.problem.q.numel() == 0:
         return [], []
     windows, packed = plan.windows[plan.spans.rank], plan.documents is not None
     low, high = int(windows[..., 0].min()), int(windows[..., 1].max())

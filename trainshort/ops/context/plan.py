@@ -50,7 +50,8 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     call, spans = yield from agree(rank, make, device)
     problem = call.problem
     gates = make_gates(call, spans)
-    certified = problem.may_skip and isinstance(problem.bias, (LinearBias, DecayBias)) and spans.total > 0
+    certified = problem.may_skip and isinstance(problem.bias, (LinearBias, DecayBias))
+    certified = certified and spans.total > 0 and problem.q.shape[0] > 0
     told = _told(call, known_of(call, gates), certified)
     gathered = yield Gather(told)
     totals, borders, times, runs, *others = (torch.stack(each) for each in zip(*gathered, strict=True))
