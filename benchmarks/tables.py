@@ -195,6 +195,35 @@ def public_cpu() -> str:
     return "\n".join(lines) + "\n"
 
 
+def context_parallel() -> str:
+    data = json.loads((RESULTS / "context_parallel.json").read_text())
+    lines = [
+        "| ranks | length | dtype | keys and gradients, MB | by formula | bounds, MB | by formula | of a ring's |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        formula = record["formula"]
+        lines.append(
+            f"| {record['ranks']} | {record['length']:,} | {record['dtype']} | {record['keys'] / 1e6:.1f} | "
+            f"{formula['keys'] / 1e6:.1f} | {record['bounds'] / 1e6:.2f} | {formula['bounds'] / 1e6:.2f} | "
+            f"**{record['share']:.1%}** |"
+        )
+    paper, shares = data["paper"], ", ".join(f"{share:.0%}" for share in data["balance"])
+    share = (paper["keys"] + paper["bounds"]) / paper["ring"]
+    lines.append(
+        f"| {paper['ranks']} | {paper['length']:,} | bfloat16 | – | {paper['keys'] / 1e6:.1f} | – | "
+        f"{paper['bounds'] / 1e6:.1f} | {share:.2%} by formula |"
+    )
+    about = data["about"]
+    lines += [
+        "",
+        f"All ranks together; {about['shapes']}; a ring: keys, values and their gradients make ranks − 1 hops. "
+        f"torch {about['torch']}, commit {about['commit']}. Key blocks visited by each of four ranks at "
+        f"{data['records'][0]['length']:,}: {shares}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def public_gpu() -> str:
     if not (RESULTS / "public_gpu.json").exists():
         return "Not measured yet for this version.\n"
@@ -234,6 +263,7 @@ TABLES = {
     "models_decoding": models_decoding,
     "models_bounded": models_bounded,
     "attention_gpu": attention_gpu,
+    "context_parallel": context_parallel,
     "decoding_gpu": decoding_gpu,
     "buckets_gpu": buckets_gpu,
     "attention_cpu": attention_cpu,

@@ -19,6 +19,7 @@ _HOMES = {
     "attention": "trainshort.ops",
     "backend_for": "trainshort.ops",
     "certified_windows": "trainshort.ops",
+    "context_parallel": "trainshort.ops.context.parallel",
     "explain": "trainshort.ops",
     "ModelConfig": "trainshort.models",
     "LanguageModel": "trainshort.models",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from trainshort.ops import backend_for as backend_for
     from trainshort.ops import certified_windows as certified_windows
     from trainshort.ops import explain as explain
+    from trainshort.ops.context.parallel import context_parallel as context_parallel
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,10 @@ length and depth, among several answers. Writes recall.json.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,8 +23,18 @@ from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
 
-PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept")  # flags without meaning for recall
+PERPLEXITY_ALONE = (
+    "mode",
+    "stride",
+    "tokens",
+    "lead",
+    "kept",
+    "context_parallel",
+)  # flags without meaning for recall
 RECALL_ALONE = ("depths", "trials", "choices", "seed")
+
+if TYPE_CHECKING:
+    from trainshort.evaluation.runs import OpenedRun
 
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
@@ -34,6 +45,7 @@ EXAMPLES = """
   trainshort evaluate runs/alibi-256 --lengths 2048 8192 --text book.txt && \\
     trainshort report evaluations/bloom-560m runs/alibi-256              both side by side
   trainshort evaluate runs/alibi-256 --task recall --lengths 256 1024 4096
+  torchrun --nproc-per-node 4 -m trainshort evaluate runs/alibi-256 --lengths 1000000 --context-parallel
 """
 
 if TYPE_CHECKING:
@@ -66,6 +78,9 @@ class Flags(EvaluateConfig):
         default=None,
         metadata={"help": "the folder for the figures (default: a run's own; evaluations/NAME for public models)"},
     )
+    context_parallel: bool = field(
+        default=False, metadata={"help": "share every window among the processes of torchrun, a span each"}
+    )
     task: Literal["perplexity", "recall"] = field(default="perplexity", metadata={"help": "what to measure"})
     depths: tuple[int, ...] = _of_recall("depths")
     trials: int = _of_recall("trials")
@@ -78,7 +93,9 @@ class Flags(EvaluateConfig):
         others, their_task = (RECALL_ALONE, "recall") if task == "perplexity" else (PERPLEXITY_ALONE, "perplexity")
         for name in others:
             if name in given:
-                raise UsageError(f"--{name} is for --task {their_task}, and this is --task {task}: leave it out")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is for --task {their_task}, and this is --task {task}: leave it out"
+                )
         return cls(**given)
 
 
@@ -91,14 +108,16 @@ def run(flags: Flags) -> None:
     opened = open_run(flags.run, flags.data, flags.text)  # what is wrong with a run shows before torch is there
     place = place_for(opened.folder, opened.config, flags.out)
     measure = _perplexity if flags.task == "perplexity" else _recall
-    written = place / measure(flags, opened, place, flags.lengths or opened.usual_lengths())
-    print(f"{written} holds these figures")
+    name = measure(flags, opened, place, flags.lengths or opened.usual_lengths())
+    if name is None:  # another process tells of it
+        return
+    print(f"{place / name} holds these figures")
     if place != opened.folder:
         print(f"trainshort report {place} OTHERS... shows them beside those of other models and runs")
 
 
-def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str:
-    """Measure, and show the table; the name of the file."""
+def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str | None:
+    """Measure, and show the table; the name of the file, None in processes beside the first."""
     from trainshort.cli.shown import evaluation_table, print_table
     from trainshort.evaluation.evaluate import evaluate
     from trainshort.evaluation.progress import evaluation_progress
@@ -113,10 +132,42 @@ def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int
         tokens = "" if first.get("whole_text") else f" --tokens {first['end_token'] - first['first_token']}"
         return _left([each["length"] for each in records], config.lengths, place / NAME, tokens)
 
-    with on_stop(left), evaluation_progress(len(lengths)) as on_scored:
-        evaluate(opened.folder, opened.data, config, out=place, on_scored=on_scored, on_record=records.append)
-    print_table(evaluation_table(str(opened.folder), records))
-    return NAME
+    if flags.context_parallel:
+        records = _over_ranks(flags, opened, place, config)
+    else:
+        with on_stop(left), evaluation_progress(len(lengths)) as on_scored:
+            evaluate(opened.folder, opened.data, config, out=place, on_scored=on_scored, on_record=records.append)
+    if records:
+        print_table(evaluation_table(str(opened.folder), records))
+    return NAME if records else None
+
+
+def _over_ranks(flags: Flags, opened: OpenedRun, place: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
+    """In one of the processes that torchrun started: the records, for the first one alone, which writes them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from trainshort.common.devices import device_for
+    from trainshort.evaluation.evaluate import evaluate
+    from trainshort.ops.context.parallel import context_parallel
+
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            "--context-parallel shares windows among processes: start them with "
+            f"torchrun --nproc-per-node N -m trainshort evaluate {flags.run} --context-parallel ..."
+        )
+    device = device_for(flags.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))  # starts the process group
+    try:
+        with context_parallel(mesh) as parallel:
+            records = evaluate(opened.folder, opened.data, replace(config, device=str(device)), out=place)
+        return records if parallel.rank == 0 else []
+    finally:
+        dist.destroy_process_group()
 
 
 def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str:

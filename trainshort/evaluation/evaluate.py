@@ -26,6 +26,7 @@ from trainshort.evaluation.records import Record, add_record, figures, position_
 from trainshort.evaluation.score import losses
 from trainshort.evaluation.windows import scored_span, windows
 from trainshort.models import LanguageModel, load
+from trainshort.ops.context import state
 
 Progress = Callable[[int, int, int], None]  # length, newly scored tokens, all that will be
 WARM_UP = 256  # tokens, before anything is timed
@@ -104,7 +105,8 @@ def evaluate(
 
     data: TokenData, a PlainText, which is scored to its end, or an array of tokens, of which words and bytes are then
     not known. out: the folder for evaluation.json; None: a run's own, and of a public model nothing is written.
-    on_scored and on_record are told of progress.
+    on_scored and on_record are told of progress. Inside `ts.context_parallel` the ranks share each
+    window, and the first one writes the file.
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length to evaluate at")
@@ -124,7 +126,8 @@ def evaluate(
             record = _at_length(network, text, config, length, (first, last), on_scored)
             if kept is not None:
                 record = {"model": kept.weights} | record
-                add_record(kept.folder, record, kept.weights, kept.about)
+                if state.current is None or state.current.rank == 0:
+                    add_record(kept.folder, record, kept.weights, kept.about)
             records.append(record)
             if on_record is not None:
                 on_record(record)
@@ -237,7 +240,9 @@ def _at_length(
         "threads": torch.get_num_threads(),
         "waiting": share,
     }
-    if config.kept:
+    if state.current is not None:
+        record["ranks"] = state.current.size
+    elif config.kept:
         start = max(0, first) if first + length <= last else max(0, last - length)
         sample = torch.from_numpy(np.asarray(text.tokens[start : start + length]).astype(np.int64))[None].to(device)
         if (kept := kept_keys(model, sample, config.chunk)) is not None:

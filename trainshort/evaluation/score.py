@@ -1,7 +1,11 @@
-"""The loss of every scored token: short windows in batches, long ones in chunks through the cache."""
+"""The loss of every scored token: short windows in batches, long ones in chunks through the cache.
+
+Inside `ts.context_parallel` ranks share every window instead, a span each.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +15,8 @@ from torch import Tensor
 
 from trainshort.evaluation.windows import Window
 from trainshort.models.language_model import LanguageModel
+from trainshort.ops.context import state
+from trainshort.ops.context.parallel import ContextParallel
 
 
 @torch.inference_mode()
@@ -51,6 +57,11 @@ def _window_losses(
     """rows: int64 [B, size + 1], the inputs and, one further, their targets."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     batch, size = inputs.shape
+    if state.current is not None:
+        found = _losses_over_ranks(model, inputs, targets, state.current)[:, skipped:]
+        if on_scored is not None:
+            on_scored(found.numel())
+        return found
     cache = model.make_cache(batch, size) if size > chunk else None
     parts = []
     for start in range(0, size, chunk):
@@ -61,3 +72,17 @@ def _window_losses(
         if on_scored is not None and goal.numel():
             on_scored(goal.numel())
     return torch.cat(parts, dim=1)
+
+
+def _losses_over_ranks(model: LanguageModel, inputs: Tensor, targets: Tensor, parallel: ContextParallel) -> Tensor:
+    """The losses of all places [B, size], of which each rank computes a span: it never holds more of the text."""
+    size = inputs.shape[1]
+    cuts = [size * rank // parallel.size for rank in range(parallel.size + 1)]
+    own = slice(cuts[parallel.rank], cuts[parallel.rank + 1])
+    hidden = model.trunk(inputs[:, own])
+    losses = model.head_loss(hidden, targets[:, own], reduction="none")
+    longest = max(end - start for start, end in itertools.pairwise(cuts))
+    everyone = parallel.gather(torch.nn.functional.pad(losses, (0, longest - losses.shape[1])))
+    return torch.cat(
+        [part[:, : end - start] for part, (start, end) in zip(everyone, itertools.pairwise(cuts), strict=True)], dim=1
+    )

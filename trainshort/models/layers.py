@@ -16,6 +16,7 @@ from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.head_parts import HeadNorm, KeyValueShift, WideNorm
 from trainshort.models.linear import ACTIVATIONS, project
+from trainshort.models.spans import Span, last_of_rank_before, own_span
 from trainshort.ops import attention
 from trainshort.ops.bias import Bias
 from trainshort.ops.decay import DecayBias
@@ -88,9 +89,8 @@ class SelfAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, config.width)).transpose(1, 2)  # [B, H + 2 Hkv, T, width]
         q, kv = qkv.split((config.num_heads, 2 * config.kv_heads), dim=1)
         if self.shift is not None:
-            before = (
-                torch.zeros_like(kv[:, :, :1]) if context.cache is None else context.cache.previous(self.layer, kv)
-            )
+            before = last_of_rank_before(kv) if context.cache is None else context.cache.previous(self.layer, kv)
+            before = torch.zeros_like(kv[:, :, :1]) if before is None else before
             kv = self.shift(x, kv, before, context.positions)
         k, v = kv.chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -296,8 +296,13 @@ class Trunk(nn.Module):
         token_types: Tensor | None = None,
     ) -> Tensor:
         self._check_tokens(tokens)
+        if key_padding_mask is not None:
+            check_mask(key_padding_mask, tokens)
+        span = own_span(tokens, key_padding_mask)
+        if span is not None and cache is not None:
+            raise ValueError("a cache and context_parallel do not combine: a cache holds whole texts")
         start = 0 if cache is None else cache.length
-        length = tokens.shape[1]
+        length = tokens.shape[1] if span is None else span.total
         limit = self.position.max_length
         longest = start + length if cu_seqlens is None else _longest(cu_seqlens, limit)
         if limit is not None and longest > limit:
@@ -305,10 +310,8 @@ class Trunk(nn.Module):
                 f"{self.config.position} positions end at {limit} tokens, got {longest}: "
                 "use a shorter text, or a position method without a limit such as alibi"
             )
-        if key_padding_mask is not None:
-            check_mask(key_padding_mask, tokens)
         if cache is None:
-            positions = self._positions(tokens, key_padding_mask, cu_seqlens)
+            positions = self._positions(tokens, key_padding_mask, cu_seqlens, span)
             position = self._position_for(length, cu_seqlens)
             context = Context(position, positions, position.bias(), None, key_padding_mask, cu_seqlens)
             return self._hidden(tokens, token_types, context)
@@ -393,15 +396,21 @@ class Trunk(nn.Module):
         if mask is not None:
             cache.pad_left(mask)
 
-    def _positions(self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _positions(
+        self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, span: Span | None = None
+    ) -> Tensor:
         """The position of each token in its own text, int64 [B or 1, T]: padding and other documents don't count."""
         index = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if span is not None:
+            index = index + span.start
         if cu_seqlens is not None:
             borders = cu_seqlens.to(torch.int64)
             place = index - borders[torch.searchsorted(borders, index, right=True) - 1]
             return place.clamp(
                 0, self.position.max_length and self.position.max_length - 1
             )  # attention checks borders
+        if span is not None and span.first is not None:
+            return (index - span.first[:, None]).clamp_min(0)
         if mask is not None and mask.shape[1]:
             return (index - mask.to(torch.int8).argmax(-1)[:, None]).clamp_min(0)
         return index

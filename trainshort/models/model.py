@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk
 from trainshort.models.loss import head_loss
+from trainshort.models.spans import over_ranks
+from trainshort.ops.context import state
 from trainshort.positions import Position
 
 
@@ -54,7 +56,17 @@ class Model(nn.Module):
     def head_loss(
         self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
     ) -> Tensor:
-        """Cross entropy in nats of the head on hidden states [..., d_model], of targets [...]: see loss.head_loss."""
+        """Cross entropy in nats of the head on hidden states [..., d_model], of targets [...]: see loss.head_loss.
+
+        Inside `ts.context_parallel` "mean" and "sum" are over the targets of all ranks, with the gradient of this
+        rank's own: gradients are then to be summed over ranks.
+        """
+        if state.current is not None and reduction != "none":
+            own = self._losses(hidden, targets, ignore_index, "sum")
+            return over_ranks(own, (targets != ignore_index).sum(), reduction == "mean")
+        return self._losses(hidden, targets, ignore_index, reduction)
+
+    def _losses(self, hidden: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
         losses = head_loss(
             self.head,
             hidden.flatten(0, -2),

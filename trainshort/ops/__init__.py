@@ -14,6 +14,7 @@ The functions here check their arguments and describe the call as a `Problem`; d
     sdpa.py        torch's own kernels, where there is no bias
     tracing.py     whether torch compiles, transforms or records a call
     windows.py     certified windows, from the bounds of norms.py and near.py
+    context/       a sequence over several devices
     rings.py       the last keys of a bounded cache; ring_step.py: one token over them; evicted.py: bounds of others
     blocked/       pure torch, linear memory, any device; splits.py and threads.py: several threads for one call
     triton/        fused kernels for GPUs
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from trainshort.ops import dispatch
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
+from trainshort.ops.context import state
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
 from trainshort.ops.kerple import KerpleBias
@@ -201,6 +203,13 @@ def attention(  # noqa: PLR0913  a public signature
         >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
     """
     _check_backend(backend)
+    if state.current is not None:
+        options = {
+            "causal": causal, "scale": scale, "tolerance": tolerance, "key_padding_mask": key_padding_mask,
+            "cu_seqlens": cu_seqlens, "query_start": query_start, "key_norms": key_norms, "dropout": dropout,
+            "seed": seed, "return_lse": return_lse, "return_windows": return_windows,
+        }  # fmt: skip
+        return state.current.attend(q, k, v, bias, backend, options)
     key = None
     asks_more = return_lse or return_windows
     plain = key_padding_mask is None and cu_seqlens is None and key_norms is None and not (asks_more or dropout)

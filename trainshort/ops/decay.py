@@ -9,7 +9,7 @@ border that nothing crosses, and positions know the first key behind the last bo
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class DecayBias(Bias):
 
     learned = ("gate_sums", "ahead_sums", "rates")
     by_distance = False
+    # What it was made of: log gates of both sides, or times. A part of a sequence alone does not use all of it: its
+    # first gate acts on links from what stands before it.
+    given: ClassVar[tuple[Tensor | None, ...]] = ()
 
     def __init__(self, log_gates: Tensor, future: Tensor | None = None) -> None:
         sums, first = running_sums(log_gates)
@@ -55,6 +58,7 @@ class DecayBias(Bias):
         if future is not None:
             sums, end = running_sums_ahead(future)
             self._set(ahead_sums=sums, ahead_end=end)
+        self._set(given=(log_gates, future))
 
     @classmethod
     def at(cls, times: Tensor, slopes: Tensor) -> DecayBias:
@@ -73,7 +77,7 @@ class DecayBias(Bias):
             raise TypeError(f"DecayBias slopes must be a floating point tensor, got {came}")
         if slopes.dim() not in (1, 2):
             raise ValueError(f"DecayBias slopes must be [heads] or [batch, heads], got shape {list(slopes.shape)}")
-        return cls.from_fields(times=_relative(times), rates=slopes)
+        return cls.from_fields(times=_relative(times), rates=slopes, given=(times,))
 
     @classmethod
     def from_sums(cls, sums: Tensor, first: Tensor) -> DecayBias:

@@ -266,6 +266,17 @@ def backend_for(q: Tensor) -> str:
     return "triton" if supported and why_not_triton(q) is None else "blocked"
 
 
+def backend_of(problem: Problem, backend: str) -> str:
+    """The backend with a forward and a backward operator for a problem: "triton" or "blocked"."""
+    if backend == "reference":
+        raise ValueError("backend 'reference' is dense and runs in one process: use 'auto', 'blocked' or 'triton'")
+    if backend == "auto":
+        return "triton" if problem.q.is_cuda and _why_not_kernels(problem) is None else "blocked"
+    if backend == "triton" and (reason := _why_not_kernels(problem)) is not None:
+        raise RuntimeError(f"backend 'triton' {reason.removeprefix('it ')}: use backend='auto' or 'blocked'")
+    return backend
+
+
 def certified_blocks(problem: Problem, block: int) -> Tensor:
     """First and one-past-last key block that "auto" visits: int32 [B, H, ceil(Tq / block), 2]."""
     return _windows(problem, block, of_kernels=problem.q.is_cuda and _why_not_kernels(problem) is None)

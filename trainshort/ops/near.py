@@ -30,11 +30,16 @@ def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor,
     """
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
     if isinstance(start, int) and start >= 0 and start + queries <= keys and queries > 64:
-        near = _mean_key_score(problem, center, start).double()
+        near = mean_key_score(problem, center, start).double()
         if problem.key_padding_mask is not None or isinstance(problem.bias, KerpleBias):  # powers may be steep
-            near = torch.maximum(near, _nearest_score(problem, center))
+            near = torch.maximum(near, nearest_score(problem, center))
     else:
-        near = _nearest_score(problem, center)
+        near = nearest_score(problem, center)
+    return with_slack(problem, near, center, query_norm, longest)
+
+
+def with_slack(problem: Problem, near: Tensor, center: Tensor | None, query_norm: Tensor, longest: Tensor) -> Tensor:
+    """A lower bound as it was computed, less what its rounding may have added. longest: of keys it was taken from."""
     if isinstance(problem.bias, KerpleBias):  # its costs are rounded powers
         near = near - 2.0**-40 * near.abs()
     # A score is rounded by at most (D + 36) 2^-23 s‖q‖ times the longest key; ‖k - c‖ + 2‖c‖ is no less.
@@ -46,7 +51,7 @@ def lse_lower_bound(problem: Problem, center: Tensor | None, query_norm: Tensor,
     return near - (problem.q.shape[3] + 36) * 2.0**-23 * query_norm * longest - 1e-5
 
 
-def _mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tensor:
+def mean_key_score(problem: Problem, center: Tensor | None, start: int) -> Tensor:
     """Jensen's bound from the mean of n neighbouring keys: LSE >= ln n + s q.mean(k) - m mean(distance).
 
     Queries are taken in tiles of NEAR; the keys are the n just before the tile (and, where the future is in
@@ -182,7 +187,7 @@ def _products(q: Tensor, mean: Tensor) -> Tensor:
     return products.flatten(1, 2).flatten(2, 3)
 
 
-def _nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
+def nearest_score(problem: Problem, center: Tensor | None) -> Tensor:
     """The score of the nearest key in sight (of the 64 nearest, where there are few queries), in float64.
 
     Queries may stand far behind the last key: their distances times the slope have more digits than a float32.

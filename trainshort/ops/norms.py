@@ -17,6 +17,7 @@ from trainshort.ops.problem import BLOCK, Problem
 
 UNDERFLOW = 2.0**-63  # the square of a smaller number is lost in float32
 AT_ONCE = 2**20  # elements of a temporary tensor, so that it stays in a core's cache
+AT_ONCE_ON_GPU = 2**24  # there a few large kernels take less time than many small ones
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def row_norms(rows: Tensor) -> Tensor:
 def portions(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
     """Slices of a tensor [B, H, ...]: whole rows of at most AT_ONCE elements together, or one head at a time."""
     rows, heads = tensor.shape[:2]
-    at_once = AT_ONCE // max(tensor[:1].numel(), 1)
+    at_once = (AT_ONCE if tensor.device.type == "cpu" else AT_ONCE_ON_GPU) // max(tensor[:1].numel(), 1)
     for row in range(0, rows, max(at_once, 1)):
         for head in range(0, heads, heads if at_once else 1):
             yield slice(row, row + max(at_once, 1)), slice(head, head + (heads if at_once else 1))

@@ -1,0 +1,90 @@
+"""A model inside `ts.context_parallel`: each rank has a span of every text, and its layers must know where it stands.
+
+Outside of it, all functions here say so with None and cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainshort.ops.context import state
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the tokens of this rank stand in their texts."""
+
+    start: int
+    total: int  # tokens of all ranks
+    first: Tensor | None  # with padding, the first real token of each row: int64 [B]
+
+
+@torch.compiler.disable
+def own_span(tokens: Tensor, mask: Tensor | None) -> Span | None:
+    """tokens [B, T], mask bool [B, T]: of this rank. All ranks must ask."""
+    parallel = state.current
+    if parallel is None:
+        return None
+    batch, length = tokens.shape
+    own = torch.full((batch + 1,), length, dtype=torch.int64, device=tokens.device)
+    if mask is not None and length:
+        own[1:] = torch.where(mask.any(-1), mask.to(torch.int8).argmax(-1), length)
+    gathered = parallel.gather(own).cpu()  # [ranks, 1 + B]
+    lengths = gathered[:, 0]
+    starts = lengths.cumsum(0) - lengths
+    first = None
+    if mask is not None:
+        real = torch.where(gathered[:, 1:] < lengths[:, None], starts[:, None] + gathered[:, 1:], int(lengths.sum()))
+        first = real.amin(0).to(tokens.device)
+    return Span(int(starts[parallel.rank]), int(lengths.sum()), first)
+
+
+@torch.compiler.disable
+def last_of_rank_before(tensor: Tensor) -> Tensor | None:
+    """Of a tensor [B, heads, T, width] the last token of the span before this one: [B, heads, 1, width], zeros where
+    there is none. None outside of a context."""
+    return None if state.current is None else _FromRankBefore.apply(tensor)
+
+
+class _FromRankBefore(torch.autograd.Function):
+    """Spans may be empty, so the rank before is the nearest one with tokens, and several may read the same token."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.parallel, ctx.shape = state.current, tensor.shape
+        size = torch.tensor([tensor.shape[2]], device=tensor.device)
+        lengths = ctx.parallel.gather(size)[:, 0].tolist()
+        last = tensor[:, :, -1:] if tensor.shape[2] else tensor.new_zeros((*tensor.shape[:2], 1, tensor.shape[3]))
+        everyone = ctx.parallel.gather(last)
+        # For every rank the one it reads from, or -1.
+        ctx.sources = [max((r for r in range(rank) if lengths[r]), default=-1) for rank in range(len(lengths))]
+        source = ctx.sources[ctx.parallel.rank]
+        return everyone[source].clone() if source >= 0 else torch.zeros_like(last)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        everyone = ctx.parallel.gather(grad)
+        total = grad.new_zeros(ctx.shape)
+        for reader, source in enumerate(ctx.sources):
+            if source == ctx.parallel.rank:
+                total[:, :, -1:] += everyone[reader]
+        return total
+
+
+@torch.compiler.disable
+def over_ranks(total: Tensor, count: Tensor, mean: bool) -> Tensor:
+    """A sum of losses on this rank, and how many they are -> their mean or sum over all ranks.
+
+    Every rank gets the same number. Its gradient is that of the rank's own losses: gradients are to be summed over
+    ranks, as one process would.
+    """
+    assert state.current is not None
+    own = torch.stack((total.detach().double(), count.double()))
+    everything, number = state.current.gather(own).sum(0)
+    share = number if mean else torch.ones_like(number)
+    mine = total / share.to(total.dtype)
+    return mine + ((everything / share).to(total.dtype) - mine).detach()
