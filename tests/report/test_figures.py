@@ -17,9 +17,8 @@ def test_every_figure_parses(tmp_path: Path) -> None:
         make_run(tmp_path / "runs" / f"alibi-seed{seed}", seed=seed, factor=1.0 + seed / 10)
     build_report([tmp_path / "runs"], tmp_path / "report", dots=60)
     folder = tmp_path / "report" / "figures"
-    assert {path.name for path in folder.iterdir()} == {
-        f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")
-    }
+    made = [name for name in FIGURES if not name.startswith("recall")]  # these runs were not asked to recall
+    assert {path.name for path in folder.iterdir()} == {f"{name}.{kind}" for name in made for kind in ("svg", "png")}
     for path in folder.glob("*.svg"):
         root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
