@@ -94,6 +94,7 @@ def test_trials_are_the_same_at_every_length_but_for_the_filler() -> None:
     )
 
 
+@pytest.mark.slow
 def test_whoever_remembers_is_right_and_only_as_far_back_as_that() -> None:
     lengths = (100, 400)
     all_of_it = recall(Remembering(10_000), TOKENS, RecallConfig(lengths=lengths, trials=20))  # type: ignore[arg-type]
@@ -141,7 +142,8 @@ def test_lengths_beyond_learned_positions_are_left_out() -> None:
 def test_batches_change_nothing() -> None:
     model = lively(ts.LanguageModel(small_config()))
     one, many = (
-        recall(model, TOKENS, RecallConfig(lengths=(64,), trials=7, batch_tokens=tokens)) for tokens in (1, 300)
+        recall(model, TOKENS, RecallConfig(lengths=(64,), depths=(50,), trials=5, batch_tokens=tokens))
+        for tokens in (1, 300)
     )
     assert [record["correct"] for record in one] == [record["correct"] for record in many]
 

@@ -51,6 +51,7 @@ def small(data: Path, out: Path, jobs: int, steps: int = 3) -> CompareConfig:
     )
 
 
+@pytest.mark.slow
 def test_together_or_one_by_one_the_runs_are_the_same(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

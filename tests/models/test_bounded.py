@@ -532,6 +532,7 @@ def test_steps_can_be_checked_later() -> None:
         torch.testing.assert_close(found, model(tokens)[:, 576:], rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_rings_grow_before_certificates_fail() -> None:
     """Queries that slowly get longer: no rerun, and no failure."""
     text = Given(3000, batch=1)

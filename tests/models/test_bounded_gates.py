@@ -280,6 +280,7 @@ def test_a_query_that_turns_long_is_noticed() -> None:
         assert cache.failed()
 
 
+@pytest.mark.slow
 def test_levels_stay_small_in_texts_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted from a token that is not far back, and outputs are those of gates summed for themselves."""
     monkeypatch.setattr(bounded_gates, "LOWEST", -20.0)
@@ -432,6 +433,7 @@ def test_it_says_why_it_does_not_step() -> None:
 # Norms that have a bound.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["fox", "alibi"])
 def test_with_qk_norm_nothing_ever_runs_again(position: str) -> None:
     """The worst that norms allow, at any moment of a text of short queries: a long one that points to where all

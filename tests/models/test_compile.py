@@ -66,6 +66,7 @@ def test_training_with_inductor() -> None:
     assert_compiled_loss_equals_eager(model, *inputs, backend="inductor")
 
 
+@pytest.mark.slow
 def test_training_on_packed_documents() -> None:
     inputs = random_tokens(1, 200), random_tokens(1, 200, seed=1)
     borders = torch.tensor([0, 90, 131, 200])
@@ -221,11 +222,13 @@ def test_a_decoding_step_of_padded_rows_in_a_growing_cache(position: str) -> Non
     decode(position, padded=True, capacity=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", SLOW_BUT_TWO)
 def test_a_decoding_step_compiled_for_all_lengths_at_once(position: str) -> None:
     decode(position, dynamic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", EVERY_POSITION)
 def test_decoding_is_compiled_a_few_times_and_not_every_step(position: str) -> None:
     graphs = []

@@ -43,6 +43,7 @@ def test_compiled_once_for_all_lengths(function, dynamic: bool | None) -> None:
     assert len(graphs) == (2 if dynamic is None else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "all_dimensions"])
 def test_compiled_for_all_lengths_backwards(dynamic: bool | None) -> None:
     torch.compiler.reset()

@@ -233,6 +233,7 @@ def test_many_heads_fit_too(tmp_path: Path) -> None:
     assert len(rows) == 1 + 6 * 6 * 48 * 40
 
 
+@pytest.mark.slow
 def test_building_again_replaces_and_removes_its_own(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs", sliding=True)
     out = tmp_path / "report"

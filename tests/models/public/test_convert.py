@@ -70,6 +70,7 @@ def test_one_file(tmp_path: Path, capsys: Capture, options: dict[str, Any]) -> N
     assert torch.equal(ts.load(tmp_path / "new")(tokens), direct(tokens))
 
 
+@pytest.mark.slow
 def test_several_files(tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in baichuan_tensors().items()}
     folder = pickled(tmp_path / "old", BAICHUAN, tensors, files=3)

@@ -212,6 +212,7 @@ def test_without_a_gradient_nothing_is_tracked(monkeypatch: pytest.MonkeyPatch) 
     assert tracked == [False, False, True] * 2
 
 
+@pytest.mark.slow
 def test_both_ways_to_allow_tf32() -> None:
     """Torch raises when one is read after the other was set."""
     code = (

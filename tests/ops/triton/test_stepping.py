@@ -69,6 +69,7 @@ def test_grouped_queries(position: str) -> None:
     assert_same_logits(*both(model, random_tokens(2, 60), random_tokens(2, 3, seed=1)))
 
 
+@pytest.mark.slow
 def test_every_part_of_attention() -> None:
     """Norms of heads, gates of outputs, keys and values shifted by a token; and from the very first token on."""
     for position in ("alibi", "fox"):
@@ -250,6 +251,7 @@ def test_it_ends_where_eager_calls_end(pretending: type[FakeGraph], limit: int |
     assert torch.equal(torch.stack(columns, dim=1), expected[:, 20:])
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_is_captured_again(pretending: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROOM", 3)
     model, prompt = tiny(), random_tokens(1, 507)
@@ -259,6 +261,7 @@ def test_a_cache_that_grows_is_captured_again(pretending: type[FakeGraph], monke
     assert not any(graph.alive for graph in pretending.made)
 
 
+@pytest.mark.slow
 def test_an_error_of_on_token_leaves_all_in_order(pretending: type[FakeGraph]) -> None:
     model, prompt = tiny().train(), random_tokens(1, 20)
     columns: list[Tensor] = []
