@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LM_EVAL := .venv-lm-eval
 
-.PHONY: test test-all test-lm-eval test-gpu check format bench demo clean
+.PHONY: test test-all test-interpreter test-lm-eval test-gpu check format bench demo clean
 
 INTERPRETED := tests/ops/contract tests/ops/triton
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
@@ -16,8 +16,11 @@ test: $(READY)  ## the tests, and the kernels in Triton's interpreter
 
 test-all: $(READY)  ## the long tests, which `make test` leaves out
 	$(PYTEST) -m "slow and not gpu" --ignore tests/ops/triton
-	TRITON_INTERPRET=1 $(PYTEST) -m slow $(INTERPRETED)
+	TRITON_INTERPRET=1 $(PYTEST) -m "slow and not exhaustive" $(INTERPRETED)
 	$(MAKE) test-lm-eval
+
+test-interpreter: $(READY)  ## every test of the kernels in Triton's interpreter: most of an hour
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 test-lm-eval: $(LM_EVAL)/.ready  ## the adapter for lm_eval, in an environment of its own: lm_eval brings 60 packages
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/test_lm_eval.py

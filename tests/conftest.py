@@ -27,6 +27,9 @@ SAMPLED = {
     "integrations": 13,
 }
 FEWEST = 1 if INTERPRETED else 3  # cases: shorter tables are run whole
+# In the interpreter `make test-all` runs one case of so many; `make test-interpreter` and, on a GPU, `make
+# test-gpu` run all.
+THINNED = {"ops": 3}
 # The same on a GPU, for `scripts/test_gpu.py --sample`.
 SAMPLED_ON_GPU = {"ops": 5}
 
@@ -50,11 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("default", "error:::trainshort"))
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: see `make test-gpu`"))
-    _mark_slow(elsewhere, SAMPLED)
-    _mark_slow(on_gpu, SAMPLED_ON_GPU)
+    _mark(elsewhere, SAMPLED, pytest.mark.slow)
+    _mark(on_gpu, SAMPLED_ON_GPU, pytest.mark.slow)
+    if INTERPRETED:
+        _mark(elsewhere, THINNED, pytest.mark.exhaustive)
 
 
-def _mark_slow(items: list[pytest.Item], sampled: dict[str, int]) -> None:
+def _mark(items: list[pytest.Item], sampled: dict[str, int], mark: pytest.MarkDecorator) -> None:
+    """Mark the cases that a sample leaves out."""
+
     def name(item: pytest.Item) -> tuple[Path, str]:
         return item.path, item.name.partition("[")[0]
 
@@ -63,7 +70,7 @@ def _mark_slow(items: list[pytest.Item], sampled: dict[str, int]) -> None:
         place = item.path.relative_to(HERE).as_posix()
         step = next((step for folder, step in sampled.items() if place.startswith(folder)), 1)
         if counts[name(item)] > FEWEST and seen[name(item)] % step:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(mark)
         seen[name(item)] += 1
 
 
