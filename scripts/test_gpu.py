@@ -35,6 +35,7 @@ def numbers_of(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tests", nargs="*", default=TESTS, help=f"files or folders (default: {' '.join(TESTS)})")
     parser.add_argument("--shards", type=int, default=12, help="processes side by side (default: 12)")
     parser.add_argument("--log", type=Path, help="write machine, versions and every test's result to this file")
     parser.add_argument("--commit", default="", help="what is tested, for the log (default: ask git)")
@@ -85,7 +86,7 @@ def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[di
     """The outcome of each test of a shard, and what went wrong besides."""
     name = shard.replace("/", "_of_")
     results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *options.tests, "-q", "-p", "no:cacheprovider", "--tb=short"]
     command += [
         "-m",
         "gpu and not slow" if options.sample else "gpu",
