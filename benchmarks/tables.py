@@ -107,6 +107,24 @@ def decoding_gpu() -> str:
     return "\n".join(lines) + "\n"
 
 
+def rivals_gpu() -> str:
+    """Kernels for forget gates, which can compute ALiBi: theirs with the gates' gradient."""
+    data = json.loads((RESULTS / "rivals.json").read_text())
+    lines = [
+        "| head_dim | length | ours, ms | FoX's kernel with its pruning (ACP) | it visits | flash-linear-attention's |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        ms = {name: times["both_gpu"] for name, times in record["ms"].items()}
+        lines.append(
+            f"| {record['dim']} | {record['length']:,} | **{ms['ours']:.2f}** | {ms['acp']:.2f} "
+            f"({ms['acp'] / ms['ours']:.1f}×) | {record['acp_share']:.1%} | {ms['fla']:.2f} "
+            f"({ms['fla'] / ms['ours']:.0f}×) |"
+        )
+    lines += ["", f"NVIDIA H200; bfloat16, causal, 16 heads; torch {data['torch']}, commit a26d5e3; kernels alone."]
+    return "\n".join(lines) + "\n"
+
+
 def models_training() -> str:
     data = json.loads((RESULTS / "models_gpu.json").read_text())
     lines = [
@@ -259,6 +277,7 @@ def _machine_of(data: dict) -> str:
 TABLES = {
     "public_cpu": public_cpu,
     "public_gpu": public_gpu,
+    "rivals_gpu": rivals_gpu,
     "models_training": models_training,
     "models_decoding": models_decoding,
     "models_bounded": models_bounded,
