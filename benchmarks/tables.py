@@ -111,7 +111,7 @@ def rivals_gpu() -> str:
     """Kernels for forget gates, which can compute ALiBi: theirs with the gates' gradient."""
     data = json.loads((RESULTS / "rivals.json").read_text())
     lines = [
-        "| head_dim | length | ours, ms | FoX's kernel with its pruning (ACP) | it visits | flash-linear-attention's |",
+        "| head_dim | length | ours, ms | FoX's kernel with ACP | it visits | flash-linear-attention's |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in data["records"]:
