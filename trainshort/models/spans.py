@@ -1,6 +1,7 @@
 """A model inside `ts.context_parallel`: each rank has a span of every text, and its layers must know where it stands.
 
-Outside of it, all functions here say so with None and cost nothing.
+Outside of it, functions here say so with None and cost nothing: compilers see that much. What ranks tell one another
+is hidden from compilers.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class Span:
     first: Tensor | None  # with padding, the first real token of each row: int64 [B]
 
 
-@torch.compiler.disable
 def own_span(tokens: Tensor, mask: Tensor | None) -> Span | None:
     """tokens [B, T], mask bool [B, T]: of this rank. All ranks must ask."""
+    return None if state.current is None else _own_span(tokens, mask)
+
+
+@torch.compiler.disable
+def _own_span(tokens: Tensor, mask: Tensor | None) -> Span:
     parallel = state.current
-    if parallel is None:
-        return None
+    assert parallel is not None
     batch, length = tokens.shape
     own = torch.full((batch + 1,), length, dtype=torch.int64, device=tokens.device)
     if mask is not None and length:
@@ -43,11 +47,16 @@ def own_span(tokens: Tensor, mask: Tensor | None) -> Span | None:
     return Span(int(starts[parallel.rank]), int(lengths.sum()), first)
 
 
-@torch.compiler.disable
 def last_of_rank_before(tensor: Tensor) -> Tensor | None:
     """Of a tensor [B, heads, T, width] the last token of the span before this one: [B, heads, 1, width], zeros where
     there is none. None outside of a context."""
-    return None if state.current is None else _FromRankBefore.apply(tensor)
+    return None if state.current is None else _last_of_rank_before(tensor)
+
+
+@torch.compiler.disable
+def _last_of_rank_before(tensor: Tensor) -> Tensor:
+    found: Tensor = _FromRankBefore.apply(tensor)
+    return found
 
 
 class _FromRankBefore(torch.autograd.Function):
