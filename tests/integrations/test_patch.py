@@ -185,6 +185,9 @@ def test_what_cannot_be_computed_is_refused(family: str) -> None:
         patched(tokens, attention_mask=torch.ones(1, 1, 8, 8))
     with refuses(ValueError, "attention_mask", "hole in row 0"):
         patched(tokens, attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]]))
+    for rows in (1, 3):
+        with refuses(ValueError, "attention_mask", f"row of the batch: 2; it has {rows}"):
+            patched(tokens.expand(2, -1), attention_mask=torch.ones(rows, 8))
     for use_cache in (False, True):
         for wrong in (7, 9):
             with refuses(ValueError, "attention_mask", ": 8; it has", str(wrong)):
