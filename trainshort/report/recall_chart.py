@@ -59,8 +59,8 @@ def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
         "Recall",
         f"How often a model tells which of {first['choices']} answers stood in its window, after a cue that comes "
         f"again at its end: {first['trials']} windows for each length and depth, in {dtypes}. A passkey is a few "
-        "tokens that nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity says "
-        "little about this: most tokens can be guessed from those just before.",
+        "tokens that nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity "
+        "says little about this: most tokens can be guessed from those just before.",
         views,
         Table(COLUMNS, tuple(rows)),
         suffix=suffix,
