@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -226,3 +227,16 @@ def test_compiled_whole(family: str) -> None:
             model = compiled if place % 2 else patched
             found.append(model(tokens[:, place : place + 1], past_key_values=past, use_cache=True).logits)
         assert_same(torch.cat(found, dim=1), patched(tokens).logits)
+
+
+def test_falcon_with_eager_attention_is_patched_to_its_default() -> None:
+    """transformers adds the bias twice there, as docs/public-models.md says: should that end, so must the remark."""
+    default, tokens = FAMILIES["falcon"](), tokens_of(1, 30)
+    config = copy.deepcopy(default.config)
+    config._attn_implementation = "eager"
+    twin = type(default)(config).eval()
+    twin.load_state_dict(default.state_dict())
+    with torch.no_grad():
+        expected = default(tokens).logits
+        assert float((twin(tokens).logits - expected).abs().max()) > 1e-3 * float(expected.abs().max())
+        assert_same(ts.patch(twin)(tokens).logits, expected)
