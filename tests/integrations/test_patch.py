@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -185,6 +186,9 @@ def test_what_cannot_be_computed_is_refused(family: str) -> None:
         patched(tokens, attention_mask=torch.ones(1, 1, 8, 8))
     with refuses(ValueError, "attention_mask", "hole in row 0"):
         patched(tokens, attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]]))
+    for rows in (1, 3):
+        with refuses(ValueError, "attention_mask", f"row of the batch: 2; it has {rows}"):
+            patched(tokens.expand(2, -1), attention_mask=torch.ones(rows, 8))
     for use_cache in (False, True):
         for wrong in (7, 9):
             with refuses(ValueError, "attention_mask", ": 8; it has", str(wrong)):
@@ -223,3 +227,16 @@ def test_compiled_whole(family: str) -> None:
             model = compiled if place % 2 else patched
             found.append(model(tokens[:, place : place + 1], past_key_values=past, use_cache=True).logits)
         assert_same(torch.cat(found, dim=1), patched(tokens).logits)
+
+
+def test_falcon_with_eager_attention_is_patched_to_its_default() -> None:
+    """transformers adds the bias twice there, as docs/public-models.md says: should that end, so must the remark."""
+    default, tokens = FAMILIES["falcon"](), tokens_of(1, 30)
+    config = copy.deepcopy(default.config)
+    config._attn_implementation = "eager"
+    twin = type(default)(config).eval()
+    twin.load_state_dict(default.state_dict())
+    with torch.no_grad():
+        expected = default(tokens).logits
+        assert float((twin(tokens).logits - expected).abs().max()) > 1e-3 * float(expected.abs().max())
+        assert_same(ts.patch(twin)(tokens).logits, expected)

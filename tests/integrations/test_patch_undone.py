@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tests.integrations.stock import FAMILIES, assert_same, patched_like, refuses, stock_logits, tokens_of
+from tests.integrations.stock import FAMILIES, assert_same, padded, patched_like, refuses, stock_logits, tokens_of
 from tests.models.public.native import bloom, falcon
 
 pytestmark = pytest.mark.transformers
@@ -59,6 +61,19 @@ def test_what_was_changed_in_the_config_while_patched_stays() -> None:
     ts.unpatch(model)
     assert model.config.use_cache is False
     assert model.config._attn_implementation == "eager"
+
+
+def test_what_others_changed_in_a_shared_config_meanwhile_stays() -> None:
+    model = FAMILIES["bloom"]()
+    config, other = model.config, type(model)(model.config)
+    for each in (model, other):
+        ts.patch(each)
+    config.pad_token_id = 3
+    model.config.use_cache = False
+    for each in (model, other):
+        ts.unpatch(each)
+        assert each.config is config
+    assert (config.pad_token_id, config.use_cache) == (3, False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,6 +118,24 @@ def test_copied_and_pickled_it_stays_patched(family: str) -> None:
             ts.unpatch(twin)
             assert "Patched" not in repr(twin)
             assert torch.equal(model(tokens).logits, expected)
+
+
+LOADED = """
+import sys, torch
+model, tokens, mask, expected = torch.load(sys.argv[1], weights_only=False)
+assert torch.equal(model(tokens, attention_mask=mask).logits, expected)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pickled_it_is_patched_in_a_new_process_too(family: str, tmp_path: Path) -> None:
+    """With padding, which only the registered mask function hands through."""
+    model = ts.patch(FAMILIES[family]())
+    tokens, mask = padded("left", 20)
+    with torch.no_grad():
+        torch.save((model, tokens, mask, model(tokens, attention_mask=mask).logits), tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", LOADED, tmp_path / "model.pt"], check=True)
 
 
 class Adapted(nn.Module):

@@ -175,6 +175,12 @@ def test_a_dtype_may_be_asked_for(folder: Path, dtype: torch.dtype) -> None:
         assert torch.equal(model.state_dict()[name], tensor.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn], ids=str)
+def test_other_dtypes_are_refused(folder: Path, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be one of torch\.float32, .*or None.*; got"):
+        ts.load(folder, dtype=dtype)
+
+
 def test_a_device_may_be_asked_for(folder: Path) -> None:
     assert all(parameter.device.type == "cpu" for parameter in ts.load(folder, device="cpu").parameters())
     model = ts.load(folder, device=torch.device("meta"))

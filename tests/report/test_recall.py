@@ -75,6 +75,18 @@ def test_other_trials_have_a_chart_of_their_own(runs: Path) -> None:
     assert {trace["name"] for trace in second.views[0].traces} == {"Rotary", "chance"}
 
 
+def test_dtypes_of_one_run_are_not_taken_for_seeds(runs: Path) -> None:
+    halves = recalled("passkey", 64, [0, 0, 0], dtype="bfloat16")
+    write(runs / "alibi", recalled("passkey", 64, [20, 20, 20]), halves)
+    first, second = charts(runs)
+    assert ("in float32" in first.sentence, "in bfloat16" in second.sentence) == (True, True)
+    assert second.table is not None
+    assert [row[4:] for row in second.table.rows] == [(0.0, 20, 0.25, 1)] * 3
+    write(runs / "alibi", halves)  # runs may differ, as public models do
+    (chart,) = charts(runs)
+    assert "in bfloat16 and float32" in chart.sentence
+
+
 def test_files_of_the_report(runs: Path, tmp_path: Path) -> None:
     build_report([runs], tmp_path / "report", dots=40)
     names = {path.name for path in (tmp_path / "report" / "figures").glob("recall*")}

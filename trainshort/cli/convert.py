@@ -16,7 +16,8 @@ from typing import Literal
 EXAMPLES = """
   trainshort convert DNABERT-2-117M --out dnabert-2
   trainshort convert falcon-rw-1b --out falcon && trainshort generate falcon --prompt "Once"
-  trainshort convert runs/alibi-512 --out alibi-bloom --to bloom
+  trainshort train --data data --model bloom-560m --num-layers 4 --d-model 256 --num-heads 4 --out runs/mine && \\
+    trainshort convert runs/mine --out mine-bloom --to bloom
 """
 
 

@@ -23,18 +23,12 @@ from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
 
-PERPLEXITY_ALONE = (
-    "mode",
-    "stride",
-    "tokens",
-    "lead",
-    "kept",
-    "context_parallel",
-)  # flags without meaning for recall
-RECALL_ALONE = ("depths", "trials", "choices", "seed")
-
 if TYPE_CHECKING:
     from trainshort.evaluation.runs import OpenedRun
+
+# Flags that mean something for one task only.
+PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "context_parallel")
+RECALL_ALONE = ("depths", "trials", "choices", "seed")
 
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
@@ -47,9 +41,6 @@ EXAMPLES = """
   trainshort evaluate runs/alibi-256 --task recall --lengths 256 1024 4096
   torchrun --nproc-per-node 4 -m trainshort evaluate runs/alibi-256 --lengths 1000000 --context-parallel
 """
-
-if TYPE_CHECKING:
-    from trainshort.evaluation.runs import OpenedRun
 
 
 def _of_recall(name: str) -> Any:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainshort.integrations.transformers_padding import NAME, register
+from trainshort.integrations.transformers_padding import NAME
 
 CAN_BE_PATCHED = (
     "models of transformers can be patched that contain a BloomModel, an MptModel or a FalconModel with alibi=True, "
     "alone, under any head or in a wrapper like PEFT's"
 )
 OLDEST = (5, 17)  # of transformers
-STOCK_CONFIG = "_trainshort_stock_config"  # of a patched base model: its config as it was
+STOCK_CONFIG = "_trainshort_stock_config"  # of a patched base model: a StockConfig
+
+
+class StockConfig(NamedTuple):
+    config: Any  # as other models may use it too
+    contents: dict[str, Any]  # of it, when the model was patched
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -40,9 +45,7 @@ def patch(model: nn.Module) -> nn.Module:
         >>> model = transformers.AutoModelForCausalLM.from_pretrained("path/to/bloom-560m")
         >>> ts.patch(model).generate(**inputs)
     """
-    bases = _checked_bases(model)
-    register()
-    for base in bases:
+    for base in _checked_bases(model):
         _patch_base(base, model)
     return model
 
@@ -156,20 +159,21 @@ def _patch_base(base: Any, model: nn.Module) -> None:
     for attention in _stock_attention(base):
         attention.__class__ = PATCHED[type(attention)]
     if STOCK_CONFIG not in vars(base):
-        setattr(base, STOCK_CONFIG, base.config)
+        setattr(base, STOCK_CONFIG, StockConfig(base.config, dict(vars(base.config))))
         base.config = copy.copy(base.config)  # models that were made from one config share it
         base.config._attn_implementation_internal = NAME
         base.register_forward_pre_hook(check_arguments, with_kwargs=True)
-    _exchange_config(model, getattr(base, STOCK_CONFIG), base.config)
+    _exchange_config(model, getattr(base, STOCK_CONFIG).config, base.config)
 
 
 def _unpatch_base(base: Any, model: nn.Module) -> None:
     for attention in _patched_attention(base):
         attention.__class__ = attention.stock
-    patched, stock = base.config, vars(base).pop(STOCK_CONFIG)
-    implementation = stock._attn_implementation_internal
-    vars(stock).update(vars(patched))  # what was changed since
-    stock._attn_implementation_internal = implementation
+    patched, (stock, contents) = base.config, vars(base).pop(STOCK_CONFIG)
+    missing = object()
+    changed = {name: value for name, value in vars(patched).items() if contents.get(name, missing) != value}
+    changed.pop("_attn_implementation_internal", None)
+    vars(stock).update(changed)
     _exchange_config(model, patched, stock)
     for number in [number for number, hook in base._forward_pre_hooks.items() if hook is check_arguments]:
         del base._forward_pre_hooks[number]

@@ -19,11 +19,14 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from trainshort.integrations.transformers_cache import FEW, store
+from trainshort.integrations.transformers_padding import register
 from trainshort.ops import LinearBias, alibi_slopes, attention
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.tracing import is_eager
 
 Output = tuple[Tensor, None]
+
+register()  # here, so that a patched model that was pickled finds it in a new process too
 
 
 class PatchedBloomAttention(BloomAttention):

@@ -39,6 +39,8 @@ def padding_of(
     none = torch.ones((batch_size, 0), dtype=torch.bool, device=device)
     if attention_mask is None or attention_mask.shape[1] == 0:  # what this returned comes back from `generate`
         return none
+    if (rows := attention_mask.shape[0]) != batch_size:
+        raise ValueError(f"attention_mask must have a row for each row of the batch: {batch_size}; it has {rows}")
     seen = q_offset + q_length
     _check_width(attention_mask.shape[1], seen, kv_length)
     mask = torch.nn.functional.pad(attention_mask, (0, kv_length - attention_mask.shape[1]))

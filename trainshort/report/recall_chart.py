@@ -9,6 +9,7 @@ from trainshort.report.charts import Chart, Plot, View, axis, line
 from trainshort.report.methods import Method
 from trainshort.report.records import Values
 from trainshort.report.tables import Table
+from trainshort.report.text import clean
 
 TASKS = {"passkey": "a passkey", "copy": "a passage"}
 SAME = ("data", "split", "depths", "trials", "choices", "seed")  # what trials must share to stand in one chart
@@ -16,15 +17,26 @@ COLUMNS = ("method", "task", "tested_at", "depth", "right", "trials", "chance", 
 
 
 def recall_charts(methods: Sequence[Method]) -> list[Chart]:
-    """One for each set of trials that models were tested with, the largest first."""
-    groups: dict[str, list[tuple[Method, Values]]] = {}
-    for method in methods:
-        for run in method.runs:
-            for record in run.recall:
-                if "correct" in record:
-                    groups.setdefault(repr([record.get(name) for name in SAME]), []).append((method, record))
+    """One for each set of trials that models were tested with, the largest first.
+
+    Where a single run has figures of the same trials in several dtypes, there is one for each dtype.
+    """
+    every = [(method, run, each) for method in methods for run in method.runs for each in run.recall]
+    measured = [(method, run, record) for method, run, record in every if "correct" in record]
+    dtypes: dict[tuple[str, str], set[str]] = {}
+    for _, run, record in measured:
+        dtypes.setdefault((_trials_of(record), run.folder), set()).add(record["dtype"])
+    several = {trials for (trials, _), found in dtypes.items() if len(found) > 1}
+    groups: dict[tuple[str, str | None], list[tuple[Method, Values]]] = {}
+    for method, _, record in measured:
+        trials = _trials_of(record)
+        groups.setdefault((trials, record["dtype"] if trials in several else None), []).append((method, record))
     ordered = sorted(groups.values(), key=len, reverse=True)
     return [_chart(found, "" if place == 1 else f"_{place}") for place, found in enumerate(ordered, 1)]
+
+
+def _trials_of(record: Values) -> str:
+    return repr([record.get(name) for name in SAME])
 
 
 def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
@@ -34,6 +46,7 @@ def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
     tasks = [task for task in TASKS if any(record["task"] == task for _, record in found)]
     views = [_by_length(task, methods, found, chance) for task in tasks]
     views += [_by_depth(task, methods, found, chance) for task in tasks]
+    dtypes = " and ".join(sorted({clean(record["dtype"]) for _, record in found}))
     rows = []
     for task in tasks:
         for method in methods:
@@ -45,9 +58,9 @@ def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
         "recall",
         "Recall",
         f"How often a model tells which of {first['choices']} answers stood in its window, after a cue that comes "
-        f"again at its end: {first['trials']} windows for each length and depth. A passkey is a few tokens that "
-        "nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity says little "
-        "about this: most tokens can be guessed from those just before.",
+        f"again at its end: {first['trials']} windows for each length and depth, in {dtypes}. A passkey is a few "
+        "tokens that nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity "
+        "says little about this: most tokens can be guessed from those just before.",
         views,
         Table(COLUMNS, tuple(rows)),
         suffix=suffix,

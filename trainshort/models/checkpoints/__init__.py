@@ -19,6 +19,7 @@ FORMATS: dict[str, Callable[[LanguageModel | Encoder, str | Path], None]] = {
     "trainshort": native.save,
     "bloom": save_bloom,
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def save(model: LanguageModel | Encoder, folder: str | Path, *, format: str = "trainshort") -> None:
@@ -48,6 +49,9 @@ def load(
 
     position_options: some that are to be other than saved, such as {"scaling": "linear", "factor": 4.0}.
     """
+    if dtype not in (None, *DTYPES):
+        allowed = ", ".join(map(str, DTYPES))
+        raise ValueError(f"dtype must be one of {allowed}, or None for that of the file; got {dtype!r}")
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
