@@ -72,7 +72,7 @@ class Flags(TrainConfig):
             run = RunFolder(self.out)
             if run.has_config or not self.data:
                 # train() knows where it was extended; and how processes share it is a question where there are some
-                alone = {} if is_launched() else {"parallel": None}
+                alone = {} if is_launched() else {"parallel": None, "context_parallel": 1}
                 return replace(run.config(), **{"extended_at": (), **alone, **chosen})
         if not self.data:
             raise ValueError(
