@@ -30,8 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "learned": {"position": "learned"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "divides": ({}, {"context_parallel": 3}, "3, so many processes would share each row: that has to divide the"),
-    "dropout": ({}, {"attention_dropout": 0.1}, "attention_dropout is 0.1, and processes that share rows"),
+    "divides": (
+        {},
+        {"context_parallel": 3},
+        "is 3, the number of processes that share a row: it has to divide the number of all, 2",
+    ),
+    "dropout": ({}, {"attention_dropout": 0.1}, "attention_dropout has to be 0 where processes share rows, got 0.1"),
     "alike": ({"odd_rank": 1, "odd_config": {"context_parallel": 1}}, {}, "rank 1 has another context_parallel"),
 }
 FOUR = [("ddp", "slopes"), ("fsdp", "slopes"), ("ddp", "documents"), ("fsdp", "gates")]
@@ -84,7 +88,7 @@ def test_one_process_goes_on_with_a_run_of_shared_rows(runs: tuple[Path, dict[st
     folder, said = runs
     assert said["stopped"] == ["interrupted"] * 4
     stopped = folder / "stopped"
-    with pytest.raises(ValueError, match="4, so many processes would share each row: this is one process"):
+    with pytest.raises(ValueError, match="is 4, the number of processes that share a row: here is one"):
         train(replace(RunFolder(stopped).config(), parallel=None), progress=False, resume=True)
     train(replace(RunFolder(stopped).config(), context_parallel=1), progress=False, resume=True)
     assert_close_runs(stopped, folder / "plain slopes", 5e-6)

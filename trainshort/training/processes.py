@@ -48,7 +48,7 @@ class Processes:
     def split(self, spans: int) -> None:
         """From now on so many processes share each row of a batch."""
         if spans != 1:
-            raise ValueError(_no_spans(spans, "this is one process: start several with torchrun --nproc-per-node N"))
+            raise ValueError(_no_spans(spans, "here is one; start more with torchrun --nproc-per-node N"))
 
     def rows(self, count: int) -> slice:
         """Which of so many rows of a batch are computed here: contiguous, and nearly as many everywhere."""
@@ -102,7 +102,7 @@ class _Joined(Processes):
 
     def split(self, spans: int) -> None:
         if self.world % spans:
-            raise ValueError(_no_spans(spans, f"that has to divide the number of processes, {self.world}"))
+            raise ValueError(_no_spans(spans, f"it has to divide the number of all, {self.world}"))
         if spans == 1:
             return
         shape = (self.world // spans, spans)
@@ -241,7 +241,7 @@ def _share(count: int, place: int, places: int) -> slice:
 
 
 def _no_spans(spans: int, why: str) -> str:
-    return f"context_parallel (--context-parallel) is {spans}, so many processes would share each row: {why}"
+    return f"context_parallel (--context-parallel) is {spans}, the number of processes that share a row: {why}"
 
 
 def _in_words(error: Exception | None) -> str | None:

@@ -118,8 +118,8 @@ class _Trainer:
         shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
         if processes.spans > 1 and shape.attention_dropout:
             raise ValueError(
-                f"attention_dropout is {shape.attention_dropout}, and processes that share rows (--context-parallel) "
-                "have none: use attention_dropout 0 (--attention-dropout 0)"
+                f"attention_dropout has to be 0 where processes share rows, got {shape.attention_dropout}: change "
+                "it, or leave out context_parallel (--context-parallel)"
             )
         if saved is not None and not saved.is_sharded:
             check_fits(LanguageModel, shape, saved.model, str(run.state_file))
@@ -424,7 +424,7 @@ def _refuse_too_few_rows(config: TrainConfig, processes: Processes) -> None:
         raise ValueError(
             f"a step has {config.sequences} sequences in {config.accumulation} parts, {rows} rows each, and there "
             f"are {processes.places} processes to share them: use fewer processes, less accumulation "
-            "(--accumulation), a larger batch (--batch-tokens), or more processes a row (--context-parallel)"
+            "(--accumulation), a larger batch (--batch-tokens), or a larger context_parallel (--context-parallel)"
         )
 
 

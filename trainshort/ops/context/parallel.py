@@ -137,6 +137,8 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
                 "the sequence, mesh['context'] for example"
             )
         return mesh.get_group()
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group that context_parallel was given: leave it out there")
     if not isinstance(mesh, dist.ProcessGroup):
         raise TypeError(f"context_parallel needs a DeviceMesh or a process group, got {type(mesh).__name__}")
     return mesh
