@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launched import run_cases
+from tests.distributed.launched import folder_of_all_workers, run_cases
 from tests.distributed.test_training import assert_close_runs
 from tests.training.small import small_config, small_data
 from trainshort.training.config import TrainConfig
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "slopes": {"position_options": {"trainable": True}, "length": 301, "batch_tokens": 4 * 301, "eval_tokens": 301},
-    # What documents cross a border between ranks is in one row, of which each rank has the borders.
+    # Documents of several rows are packed into one, and cross from rank to rank.
     "documents": {"packing": "documents", "batch_tokens": 160, "accumulation": 1},
     "gates": {
         "position": "fox",
@@ -43,7 +44,7 @@ TWO = [("ddp", "slopes"), ("ddp", "gates"), ("fsdp", "documents"), ("ddp", "bflo
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> TrainConfig:
-    fields = {"dropout": 0.0, "batch_tokens": 256, "steps": 6, **changes}
+    fields = {"dropout": 0.0, "batch_tokens": 256, "steps": 4, **changes}
     return small_config(folder / "data", folder / name, **fields)
 
 
@@ -51,26 +52,32 @@ def case(folder: Path, name: str, more: dict[str, Any], **changes: Any) -> dict[
     return {**more, "train": config_of(folder, name, **{"context_parallel": 2, **changes}).to_dict()}
 
 
+def cases_of(folder: Path, processes: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind, name in FOUR if processes == 4 else TWO:
+        full = f"{processes} {kind} {name}"
+        found[full] = case(folder, full, {}, parallel=kind, **VARIANTS[name])
+    if processes == 4:
+        return found | {
+            "stopped": case(folder, "stopped", {"stop_after": 3}, context_parallel=4, **VARIANTS["slopes"])
+        }
+    return found | {name: case(folder, name, more, **changes) for name, (more, changes, _) in REFUSED.items()}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     """The folder of all runs, and what each rank said of them."""
-    folder = tmp_path_factory.mktemp("context")
-    small_data(folder)
-    for name, changes in VARIANTS.items():
-        train(config_of(folder, f"plain {name}", **changes), progress=False)
-    said: dict[str, list[Any]] = {}
-    for processes, pairs in ((4, FOUR), (2, TWO)):
-        cases = {}
-        for kind, name in pairs:
-            full = f"{processes} {kind} {name}"
-            cases[full] = case(folder, full, {}, parallel=kind, **VARIANTS[name])
-        if processes == 4:
-            cases["stopped"] = case(folder, "stopped", {"stop_after": 4}, context_parallel=4, **VARIANTS["slopes"])
-        else:
-            for name, (more, changes, _) in REFUSED.items():
-                cases[name] = case(folder, name, more, **changes)
-        said |= dict(zip(cases, run_cases(processes, list(cases.values()), folder), strict=True))
-    return folder, said
+    with folder_of_all_workers(tmp_path_factory, "context") as folder:
+        if not (done := folder / "said.json").exists():
+            small_data(folder)
+            for name, changes in VARIANTS.items():
+                train(config_of(folder, f"plain {name}", **changes), progress=False)
+            said: dict[str, list[Any]] = {}
+            for processes in (4, 2):
+                cases = cases_of(folder, processes)
+                said |= dict(zip(cases, run_cases(processes, list(cases.values()), folder), strict=True))
+            done.write_text(json.dumps(said))
+        return folder, json.loads(done.read_text())
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ metrics.jsonl and state/. Ctrl-C saves and stops; `--resume` goes on exactly whe
 settings of the run: it needs no other flag than --out. With a larger `--steps` it goes on with a run that is done;
 from there on the learning rate is that of the longer run, and the run remembers where it was extended.
 
-Under torchrun several processes share every batch, and `--parallel fsdp` the model too; with `--context-parallel C`, C
-of them share each row. A run may go on with another number of processes, or with one.
+Under torchrun several processes share every batch, and `--parallel fsdp` the model too; with `--context-parallel C`
+each row is shared by C of them. A run may go on with another number of processes, or with one.
 """
 
 from __future__ import annotations
