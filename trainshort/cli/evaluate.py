@@ -23,18 +23,9 @@ from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
 
-PERPLEXITY_ALONE = (
-    "mode",
-    "stride",
-    "tokens",
-    "lead",
-    "kept",
-    "context_parallel",
-)  # flags without meaning for recall
+# Flags without meaning for the other task.
+PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "context_parallel")
 RECALL_ALONE = ("depths", "trials", "choices", "seed")
-
-if TYPE_CHECKING:
-    from trainshort.evaluation.runs import OpenedRun
 
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length

@@ -398,7 +398,9 @@ class _Trainer:
         processes = self.processes
         device = str(self.device) if processes.kind is None else self.device.type
         found = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
-        return found if processes.kind is None else found | {"processes": processes.world, "parallel": processes.kind}
+        if processes.kind is not None:
+            found |= {"processes": processes.world, "parallel": processes.kind}
+        return found | ({"context_parallel": processes.spans} if processes.spans > 1 else {})
 
     def _check_data(self, saved: Checkpoint | None) -> None:
         """Refuse other data than the run was started with. Keeps sizes and times of its files."""

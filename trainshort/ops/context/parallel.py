@@ -53,11 +53,6 @@ class ContextParallel:
         (gathered,) = self._ranks.run([_gather(tensor.detach())])
         return torch.stack([own for (own,) in gathered])
 
-    def start_of(self, length: int, device: torch.device) -> int:
-        """Where this rank's span of so many tokens begins in the sequence. All ranks must ask."""
-        lengths = self.gather(torch.tensor(length, device=device)).tolist()
-        return int(sum(lengths[: self.rank]))
-
     def _device(self) -> torch.device:
         on_gpu = dist.get_backend(self._ranks.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
