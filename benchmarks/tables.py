@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = ("README.md", "docs/attention.md", "docs/public-models.md")
+PAGES = ("README.md", "docs/attention.md", "docs/public-models.md", "docs/scale.md")
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -17,11 +17,17 @@ ROWS, LENGTH, VOCABULARY = 7, 16, 33  # rows that no number of processes divides
 
 
 def largest_differences(
-    kind: str, model: dict[str, Any], half: bool = False, compiled: bool = False, recomputed: bool = False
+    kind: str,
+    model: dict[str, Any],
+    half: bool = False,
+    compiled: bool = False,
+    recomputed: bool = False,
+    spans: int = 1,
 ) -> dict[str, Any]:
     """The largest difference of each parameter's gradient, in parts of its largest entry, after two backward passes.
 
-    And of the clipped norm, and the number of graphs that were compiled for all blocks.
+    And of the clipped norm, and the number of graphs that were compiled for all blocks. spans: processes that share a
+    row.
     """
     config = ModelConfig(**{"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": VOCABULARY, **model})
     graphs: list[Any] = []
@@ -40,16 +46,18 @@ def largest_differences(
         shared.compile_blocks(backend=count)
     shared.checkpoint_activations(recomputed)
     processes = _Joined(TrainConfig(data="", out="", device="cpu"), kind)
+    processes.split(spans)
     sharing = SharedModel(shared, processes, torch.bfloat16 if half else None)
     random = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (2, ROWS, LENGTH + 1), generator=random)
     for part, last in ((0, False), (1, True)):
         inputs, targets = tokens[part, :, :-1], tokens[part, :, 1:]
-        own = processes.rows(ROWS)
+        rows = processes.rows(ROWS)
+        own = Batch(inputs[rows], targets[rows], None, 0).of_tokens(processes.tokens(LENGTH))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             whole.loss(inputs, targets, reduction="sum").backward()
-            with sharing.part_of_step(last=last):
-                sharing.loss(Batch(inputs[own], targets[own], None, 0)).backward(processes.weight)
+            with sharing.part_of_step(last=last), processes.sharing_rows():
+                sharing.loss(own).backward(processes.weight)
     found: dict[str, Any] = {}
     for name, parameter in shared.named_parameters():
         gradient: Any = parameter.grad

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,17 @@ def pretend_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in about.items():
         monkeypatch.setenv(name, str(value))
+
+
+@contextlib.contextmanager
+def folder_of_all_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """One folder for all workers that run tests of a file side by side; one of them at a time is in here."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
 
 
 def run_cases(processes: int, cases: list[dict[str, Any]], folder: Path) -> list[list[Any]]:

@@ -126,17 +126,32 @@ def test_four_processes(tmp_path: Path) -> None:
 
 
 def fail(kind: str) -> None:
-    rank = dist.get_rank()
-    q = torch.randn(1, 4, 20, 16, dtype=torch.float64 if kind == "dtype" and rank else torch.float32)
-    k = q[:, :3] if kind == "shape" and rank else q
-    with ts.context_parallel(dist.group.WORLD):
-        ts.alibi_attention(q, k, k)
+    odd = dist.get_rank() == 1
+    q = torch.randn(1, 4, 20, 16, dtype=torch.float64 if kind == "dtype" and odd else torch.float32)
+    k = q[:, :3] if kind == "shape" and odd else q
+    slopes = -torch.ones(4) if kind == "slopes" and odd else None
+    with ts.context_parallel(group=dist.group.WORLD):
+        if kind == "rows":
+            model = ts.LanguageModel(ts.ModelConfig(num_layers=1, d_model=16, num_heads=2, vocab_size=20))
+            model(torch.ones(2 if odd else 1, 8, dtype=torch.int64))
+        backend: Any = "none" if kind == "backend" and odd else "auto"
+        ts.alibi_attention(q, k, k, slopes=slopes, backend=backend)
 
 
-def fail_twice() -> list[str]:
-    """The messages that this rank gets: for ranks of different dtypes, and where one of them makes a bad call."""
+# Each: what ranks 0 and 1 are told.
+REFUSED = "rank 1 of the context refused its part"
+FAILURES = {
+    "dtype": ["dtype is torch.float32 on rank 0 and torch.float64 on rank 1"] * 2,
+    "shape": [REFUSED, "multiple of the number of key heads"],
+    "slopes": [REFUSED, "slopes must be"],
+    "backend": [REFUSED, "backend must be one of"],
+    "rows": ["rank 0 has 1 rows without a key_padding_mask, rank 1 has 2 rows"] * 2,
+}
+
+
+def fail_often() -> list[str]:
     messages = []
-    for kind in ("dtype", "shape"):
+    for kind in FAILURES:
         try:
             fail(kind)
         except (ValueError, RuntimeError) as error:
@@ -146,17 +161,30 @@ def fail_twice() -> list[str]:
 
 @pytest.mark.slow
 def test_every_rank_learns_what_is_wrong_on_one(tmp_path: Path) -> None:
-    first, second = run_ranks(tmp_path, 2, fail_twice)
-    expected = "dtype is torch.float32 on rank 0 and torch.float64 on rank 1"
-    assert expected in first[0]
-    assert expected in second[0]
-    assert "rank 1 of the context refused its part" in first[1]
-    assert "multiple of the number of key heads" in second[1]
+    for rank, messages in enumerate(run_ranks(tmp_path, 2, fail_often)):
+        for message, expected in zip(messages, FAILURES.values(), strict=True):
+            assert expected[rank] in message
 
 
 def test_what_is_no_mesh_is_refused() -> None:
     with pytest.raises(TypeError, match="a DeviceMesh or a process group, got int"), ts.context_parallel(3):  # type: ignore[arg-type]
         pass
+    with pytest.raises(TypeError, match="a DeviceMesh or a process group, got NoneType"), ts.context_parallel():
+        pass
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    (out,), _ = simulate([(q, q, q)], bias=ts.LinearBias(ts.alibi_slopes(2)))
+    with pytest.raises(RuntimeError, match="no double backward: leave create_graph out"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_pooling_is_for_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = ts.Encoder(ts.ModelConfig(num_layers=1, d_model=16, num_heads=2, vocab_size=20, causal=False))
+    monkeypatch.setattr("trainshort.ops.context.state.current", object())
+    with pytest.raises(ValueError, match="averages whole texts"):
+        encoder.pool(torch.ones(1, 4, dtype=torch.int64))
 
 
 def evaluate_windows() -> tuple[list[float], list[float], int]:

@@ -5,9 +5,7 @@ Two starts of torchrun, with four processes and with two, work off all cases; th
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import trainshort as ts
-from tests.distributed.launched import run_cases
+from tests.distributed.launched import folder_of_all_workers, run_cases
 from tests.distributed.worker import stop_after
 from tests.training.small import metrics_of, small_config, small_data
 from trainshort.training.config import TrainConfig
@@ -111,11 +109,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Made once, also where several workers run the tests of this file side by side."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with folder_of_all_workers(tmp_path_factory, "distributed") as folder:
         return Runs(folder)
 
 

@@ -5,8 +5,8 @@ metrics.jsonl and state/. Ctrl-C saves and stops; `--resume` goes on exactly whe
 settings of the run: it needs no other flag than --out. With a larger `--steps` it goes on with a run that is done;
 from there on the learning rate is that of the longer run, and the run remembers where it was extended.
 
-Under torchrun several processes share every batch, and `--parallel fsdp` the model too; a run may go on with another
-number of them, or with one.
+Under torchrun several processes share every batch, and `--parallel fsdp` the model too; with `--context-parallel C`
+each row is shared by C of them. A run may go on with another number of processes, or with one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Flags(TrainConfig):
             run = RunFolder(self.out)
             if run.has_config or not self.data:
                 # train() knows where it was extended; and how processes share it is a question where there are some
-                alone = {} if is_launched() else {"parallel": None}
+                alone = {} if is_launched() else {"parallel": None, "context_parallel": 1}
                 return replace(run.config(), **{"extended_at": (), **alone, **chosen})
         if not self.data:
             raise ValueError(

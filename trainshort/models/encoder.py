@@ -10,6 +10,7 @@ from trainshort.models.language_model import initialize
 from trainshort.models.layers import Trunk, make_norm, require_tokens
 from trainshort.models.linear import ACTIVATIONS
 from trainshort.models.model import Model
+from trainshort.ops.context import state
 from trainshort.ops.tracing import is_eager
 from trainshort.positions import build_position
 
@@ -72,6 +73,11 @@ class Encoder(Model):
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
     ) -> Tensor:
         """One vector a text: the mean of the hidden states of its real tokens, [B, d_model]."""
+        if state.current is not None:
+            raise ValueError(
+                "pool() averages whole texts, and inside context_parallel a rank has a span of each: add up what "
+                "encoder(tokens) gives over ranks"
+            )
         hidden = self(tokens, key_padding_mask, token_types=token_types)
         if key_padding_mask is None:
             return hidden.mean(1)

@@ -39,13 +39,18 @@ def share_of_keys(model: LanguageModel, tokens: Tensor) -> float | None:
     """
     if not may_skip(model):
         return None
-    with attended(model) as seen:
+    visited: list[Tensor] = []
+
+    def look(layer: Attended) -> None:
+        """At once: the queries and keys of all layers together may take more memory than training does."""
+        windows = certified_windows(layer.q, layer.k, bias=layer.bias, scale=model.config.score_scale, block=BLOCK)
+        visited.append((windows[..., 1] - windows[..., 0]).sum())
+
+    with watched(model, look):
         model.trunk(tokens)
     blocks = -(-tokens.shape[1] // BLOCK)
-    visible = len(seen) * model.config.num_heads * blocks * (blocks + 1) // 2
-    scale = model.config.score_scale
-    windows = torch.stack([certified_windows(q, k, bias=bias, scale=scale, block=BLOCK) for q, k, _, bias in seen])
-    return int((windows[..., 1] - windows[..., 0]).sum()) / visible
+    visible = len(visited) * model.config.num_heads * blocks * (blocks + 1) // 2
+    return int(torch.stack(visited).sum()) / visible
 
 
 @contextlib.contextmanager

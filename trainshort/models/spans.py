@@ -34,17 +34,32 @@ def _own_span(tokens: Tensor, mask: Tensor | None) -> Span:
     parallel = state.current
     assert parallel is not None
     batch, length = tokens.shape
-    own = torch.full((batch + 1,), length, dtype=torch.int64, device=tokens.device)
-    if mask is not None and length:
-        own[1:] = torch.where(mask.any(-1), mask.to(torch.int8).argmax(-1), length)
-    gathered = parallel.gather(own).cpu()  # [ranks, 1 + B]
-    lengths = gathered[:, 0]
-    starts = lengths.cumsum(0) - lengths
+    sizes = torch.tensor([batch, mask is not None, length], device=tokens.device)
+    gathered = parallel.gather(sizes).cpu()  # [ranks, 3]
+    _refuse_other_rows(gathered[:, :2].tolist())
+    lengths = gathered[:, 2]
+    starts, total = lengths.cumsum(0) - lengths, int(lengths.sum())
     first = None
     if mask is not None:
-        real = torch.where(gathered[:, 1:] < lengths[:, None], starts[:, None] + gathered[:, 1:], int(lengths.sum()))
-        first = real.amin(0).to(tokens.device)
-    return Span(int(starts[parallel.rank]), int(lengths.sum()), first)
+        own = torch.full((batch,), total, device=tokens.device)
+        if length:
+            place = int(starts[parallel.rank]) + mask.to(torch.int8).argmax(-1)
+            own = torch.where(mask.any(-1), place, total)
+        first = parallel.gather(own).amin(0)
+    return Span(int(starts[parallel.rank]), total, first)
+
+
+def _refuse_other_rows(of_ranks: list[list[int]]) -> None:
+    for rank, (batch, masked) in enumerate(of_ranks):
+        if [batch, masked] != of_ranks[0]:
+            raise ValueError(
+                "all ranks of a context must have spans of the same texts: rank 0 has "
+                f"{_rows(*of_ranks[0])}, rank {rank} has {_rows(batch, masked)}"
+            )
+
+
+def _rows(batch: int, masked: int) -> str:
+    return f"{batch} rows with{'' if masked else 'out'} a key_padding_mask"
 
 
 def last_of_rank_before(tensor: Tensor) -> Tensor | None:

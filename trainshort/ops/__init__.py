@@ -33,7 +33,7 @@ from trainshort.ops import dispatch
 from trainshort.ops.bias import Bias, BucketBias, LinearBias, alibi_slopes
 from trainshort.ops.context import state
 from trainshort.ops.decay import DecayBias
-from trainshort.ops.dispatch import BACKENDS, HAS_TRITON, INTERPRETED, Explanation, backend_for
+from trainshort.ops.dispatch import HAS_TRITON, INTERPRETED, Explanation, backend_for, check_backend
 from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.results import AttentionOutput, Windows
@@ -113,17 +113,15 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         >>> ts.alibi_attention(q, k, v).shape
         torch.Size([1, 8, 4096, 64])
     """
-    if slopes is None:
-        if not isinstance(q, Tensor) or q.dim() != 4:
-            check_tensors(q, k, v)
-        slopes = _default_slopes(q)
+    if state.current is not None:
+        bias = state.current.checked(lambda: _linear_bias(q, k, v, slopes))
     else:
-        _check_slopes(slopes)
+        bias = _linear_bias(q, k, v, slopes)
     return attention(
         q,
         k,
         v,
-        bias=LinearBias(slopes),
+        bias=bias,
         causal=causal,
         scale=scale,
         tolerance=tolerance,
@@ -202,7 +200,6 @@ def attention(  # noqa: PLR0913  a public signature
         >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
         >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
     """
-    _check_backend(backend)
     if state.current is not None:
         options = {
             "causal": causal, "scale": scale, "tolerance": tolerance, "key_padding_mask": key_padding_mask,
@@ -210,6 +207,7 @@ def attention(  # noqa: PLR0913  a public signature
             "seed": seed, "return_lse": return_lse, "return_windows": return_windows,
         }  # fmt: skip
         return state.current.attend(q, k, v, bias, backend, options)
+    check_backend(backend)
     key = None
     asks_more = return_lse or return_windows
     plain = key_padding_mask is None and cu_seqlens is None and key_norms is None and not (asks_more or dropout)
@@ -266,7 +264,7 @@ def explain(
     Example:
         >>> print(ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8))))
     """
-    _check_backend(backend)
+    check_backend(backend)
     unknown = sorted(set(attention_kwargs) - set(inspect.signature(attention).parameters))
     if unknown:
         raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
@@ -346,9 +344,13 @@ def certified_windows(  # noqa: PLR0913  a public signature
     return dispatch.certified_blocks(problem, block)
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+def _linear_bias(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> LinearBias:
+    if slopes is None:
+        if not isinstance(q, Tensor) or q.dim() != 4:
+            check_tensors(q, k, v)
+        return LinearBias(_default_slopes(q))
+    _check_slopes(slopes)
+    return LinearBias(slopes)
 
 
 def _check_slopes(slopes: Tensor) -> None:

@@ -266,6 +266,11 @@ def backend_for(q: Tensor) -> str:
     return "triton" if supported and why_not_triton(q) is None else "blocked"
 
 
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
 def backend_of(problem: Problem, backend: str) -> str:
     """The backend with a forward and a backward operator for a problem: "triton" or "blocked"."""
     if backend == "reference":

@@ -6,7 +6,7 @@ a shift of its own; a step takes the next few.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ class Batch:
     targets: Tensor
     cu_seqlens: Tensor | None
     count: int
+
+    def of_tokens(self, own: slice) -> Batch:
+        """The same rows, with some of their tokens. Borders stay those of whole rows."""
+        return replace(self, inputs=self.inputs[:, own], targets=self.targets[:, own])
 
     def to(self, device: torch.device) -> Batch:
         """A copy there; to a GPU, one that nothing has to wait for before it is used."""

@@ -84,6 +84,14 @@ class TrainConfig(Settings):
             **_FREE,
         },
     )
+    context_parallel: int = field(
+        default=1,
+        metadata={
+            "help": "processes that share each row, a span of its tokens each: for long rows",
+            "least": 1,
+            **_FREE,
+        },
+    )
     activation_checkpointing: bool = field(
         default=False,
         metadata={"help": "keep no activations inside blocks, compute them again backward: less memory", **_FREE},

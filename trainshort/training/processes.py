@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainshort.common.devices import device_for
+from trainshort.ops.context.parallel import context_parallel
 from trainshort.training.config import TrainConfig
 from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes, restarts
 
@@ -33,8 +34,8 @@ class Processes:
     kind: str | None = None  # ddp or fsdp, where there is torch.distributed
     rank, world = 0, 1
     place, places = 0, 1  # of the rows of a batch: which share this process computes, of how many
+    span, spans = 0, 1  # of the tokens of a row: the same
     weight: Tensor | None = None  # of the gradient of a loss: backward passes then average over processes
-    mesh: DeviceMesh | None = None
 
     def __init__(self, config: TrainConfig) -> None:
         named = None if config.device == "auto" else config.device
@@ -44,12 +45,25 @@ class Processes:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def split(self, spans: int) -> None:
+        """From now on so many processes share each row of a batch."""
+        if spans != 1:
+            raise ValueError(_no_spans(spans, "here is one; start more with torchrun --nproc-per-node N"))
+
     def rows(self, count: int) -> slice:
         """Which of so many rows of a batch are computed here: contiguous, and nearly as many everywhere."""
-        return slice(self.place * count // self.places, (self.place + 1) * count // self.places)
+        return _share(count, self.place, self.places)
+
+    def tokens(self, count: int) -> slice:
+        """Which of so many tokens of each of these rows are."""
+        return _share(count, self.span, self.spans)
+
+    def sharing_rows(self) -> contextlib.AbstractContextManager[Any]:
+        """Around calls of the model on these tokens, and around backward passes: losses are those of whole rows."""
+        return contextlib.nullcontext()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor, with the sum over all processes in it."""
+        """The tensor, with the sum over all processes that have other rows in it."""
         return tensor
 
     def largest(self, number: int) -> int:
@@ -81,13 +95,26 @@ class _Joined(Processes):
         if self.owned:
             _meet(self.device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # Gradients of all ranks are to be summed: each has those of its own rows, or of its own tokens of them.
         self.weight = torch.full((), float(self.world), device=self.device)
-        # Rows of a batch go over "data". Tokens of a row go over "context", which is 1 until something splits rows.
-        self.mesh = init_device_mesh(self.device.type, (self.world, 1), mesh_dim_names=("data", "context"))
-        self.place, self.places = self.mesh.get_local_rank("data"), self.mesh.size(0)
+        self.place, self.places = self.rank, self.world
+        self.mesh: DeviceMesh | None = None  # where rows are split: rows go over "data", tokens over "context"
+
+    def split(self, spans: int) -> None:
+        if self.world % spans:
+            raise ValueError(_no_spans(spans, f"it has to divide the number of all, {self.world}"))
+        if spans == 1:
+            return
+        shape = (self.world // spans, spans)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context"))
+        self.place, self.places = self.mesh.get_local_rank("data"), shape[0]
+        self.span, self.spans = self.mesh.get_local_rank("context"), shape[1]
+
+    def sharing_rows(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.mesh is None else context_parallel(self.mesh["context"])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=None if self.mesh is None else self.mesh.get_group("data"))
         return tensor
 
     def largest(self, number: int) -> int:
@@ -207,6 +234,14 @@ def _device_of_rank(config: TrainConfig) -> torch.device:
             "many processes as there are GPUs (torchrun --nproc-per-node), or use device cpu (--device cpu)"
         )
     return torch.device("cuda", here)
+
+
+def _share(count: int, place: int, places: int) -> slice:
+    return slice(place * count // places, (place + 1) * count // places)
+
+
+def _no_spans(spans: int, why: str) -> str:
+    return f"context_parallel (--context-parallel) is {spans}, the number of processes that share a row: {why}"
 
 
 def _in_words(error: Exception | None) -> str | None:

@@ -72,6 +72,7 @@ def train(
     """
     with StopSignals() as signals, joined(config) as processes:
         require_alike(processes, about_command(config))
+        processes.split(config.context_parallel)
         run = RunFolder(config.out)
         values = processes.by_first(lambda: _checked(config, run, resume or restarts() > 0).to_dict())
         config = replace(TrainConfig.from_dict(values), data=config.data)
@@ -115,6 +116,11 @@ class _Trainer:
         if saved is not None and (path := run.folder / "config.json").exists():
             check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
         shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
+        if processes.spans > 1 and shape.attention_dropout:
+            raise ValueError(
+                f"attention_dropout has to be 0 where processes share rows, got {shape.attention_dropout}: change "
+                "it, or leave out context_parallel (--context-parallel)"
+            )
         if saved is not None and not saved.is_sharded:
             check_fits(LanguageModel, shape, saved.model, str(run.state_file))
         self.model = LanguageModel(shape)
@@ -222,7 +228,11 @@ class _Trainer:
         starts = self.batches.starts((step - 1) * config.sequences, config.sequences)
         rows = config.sequences // config.accumulation
         parts = [starts[at : at + rows] for at in range(0, len(starts), rows)]
-        return [self.batches.batch(part[self.processes.rows(rows)], of=part) for part in parts]
+        own = self.processes.rows(rows)
+        return [self._own_tokens(self.batches.batch(part[own], of=part)) for part in parts]
+
+    def _own_tokens(self, part: Batch) -> Batch:
+        return part.of_tokens(self.processes.tokens(part.inputs.shape[1]))
 
     def _one_step(self, parts: list[Batch], log: StepLog) -> None:
         config, step = self.config, self.step + 1
@@ -232,7 +242,7 @@ class _Trainer:
         count = max(1, sum(part.count for part in parts))
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, part in enumerate(parts, 1):
-            with self.shared.part_of_step(last=number == len(parts)):
+            with self.shared.part_of_step(last=number == len(parts)), self.processes.sharing_rows():
                 loss = self._sum(part) / count
                 loss.backward(self.processes.weight)
             total += loss.detach()
@@ -288,14 +298,15 @@ class _Trainer:
         rows = config.sequences // config.accumulation
         starts = [window * config.length for window in range(windows)]
         parts = [starts[at : at + rows] for at in range(0, windows, rows)]
-        sums = self.processes.sum(torch.stack([self._validation_sum(batches, part) for part in parts]))
+        with self.processes.sharing_rows():
+            sums = self.processes.sum(torch.stack([self._validation_sum(batches, part) for part in parts]))
         count = sum(batches.count(part) for part in parts)
         return {"validation_loss": sum(sums.tolist()) / max(1, count), "validation_tokens": count}
 
     def _validation_sum(self, batches: Batches, starts: list[int]) -> Tensor:
         """Of this process's windows. Where there are none left for it, it computes one that does not count."""
         own = starts[self.processes.rows(len(starts))]
-        total = self._sum(batches.batch(own or starts[:1]).to(self.device))
+        total = self._sum(self._own_tokens(batches.batch(own or starts[:1])).to(self.device))
         return total if own else torch.zeros_like(total)
 
     def _write_config(self) -> None:
@@ -387,7 +398,9 @@ class _Trainer:
         processes = self.processes
         device = str(self.device) if processes.kind is None else self.device.type
         found = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
-        return found if processes.kind is None else found | {"processes": processes.world, "parallel": processes.kind}
+        if processes.kind is not None:
+            found |= {"processes": processes.world, "parallel": processes.kind}
+        return found | ({"context_parallel": processes.spans} if processes.spans > 1 else {})
 
     def _check_data(self, saved: Checkpoint | None) -> None:
         """Refuse other data than the run was started with. Keeps sizes and times of its files."""
@@ -413,7 +426,7 @@ def _refuse_too_few_rows(config: TrainConfig, processes: Processes) -> None:
         raise ValueError(
             f"a step has {config.sequences} sequences in {config.accumulation} parts, {rows} rows each, and there "
             f"are {processes.places} processes to share them: use fewer processes, less accumulation "
-            "(--accumulation), or a larger batch (--batch-tokens)"
+            "(--accumulation), a larger batch (--batch-tokens), or a larger context_parallel (--context-parallel)"
         )
 
 

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainshort.ops.bias import Bias
 from trainshort.ops.context import state
-from trainshort.ops.context.call import Call
+from trainshort.ops.context.call import Call, agree
 from trainshort.ops.context.passes import Attend, learned_of
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Gather, ProcessGroup, Protocol, Sent, Simulated
-from trainshort.ops.dispatch import backend_of
+from trainshort.ops.dispatch import backend_of, check_backend
 from trainshort.ops.problem import make_problem
 from trainshort.ops.tracing import refuse_transforms
 
@@ -53,14 +53,18 @@ class ContextParallel:
         (gathered,) = self._ranks.run([_gather(tensor.detach())])
         return torch.stack([own for (own,) in gathered])
 
-    def start_of(self, length: int, device: torch.device) -> int:
-        """Where this rank's span of so many tokens begins in the sequence. All ranks must ask."""
-        lengths = self.gather(torch.tensor(length, device=device)).tolist()
-        return int(sum(lengths[: self.rank]))
-
     def _device(self) -> torch.device:
         on_gpu = dist.get_backend(self._ranks.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @torch.compiler.disable
+    def checked(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives. If it refuses its input, the other ranks, which wait in `attend`, are told."""
+        try:
+            return make()
+        except (ValueError, TypeError, RuntimeError):
+            self._ranks.run([agree(self.rank, make, self._device())])
+            raise
 
     @torch.compiler.disable
     def attend(
@@ -77,7 +81,9 @@ def _gather(tensor: Tensor) -> Protocol:
 
 
 @contextmanager
-def context_parallel(mesh: DeviceMesh | dist.ProcessGroup) -> Iterator[ContextParallel]:
+def context_parallel(
+    mesh: DeviceMesh | dist.ProcessGroup | None = None, *, group: dist.ProcessGroup | None = None
+) -> Iterator[ContextParallel]:
     """Attention over a sequence that is split into contiguous spans, one a rank.
 
     Inside the context, `ts.attention` and `ts.alibi_attention` take a rank's span of queries, keys and values and
@@ -90,6 +96,7 @@ def context_parallel(mesh: DeviceMesh | dist.ProcessGroup) -> Iterator[ContextPa
 
     Args:
         mesh: A one-dimensional DeviceMesh, or a process group.
+        group: A process group, instead of a mesh.
 
     Returns:
         A ContextParallel. `sent` counts bytes: for bounds, keys and gradients, beside those of ring attention.
@@ -100,7 +107,9 @@ def context_parallel(mesh: DeviceMesh | dist.ProcessGroup) -> Iterator[ContextPa
         ...     out = ts.alibi_attention(q, k, v)
         >>> print(parallel.sent.of_ring)
     """
-    with _entered(ContextParallel(ProcessGroup(_group_of(mesh)))) as parallel:
+    if mesh is not None and group is not None:
+        raise TypeError("context_parallel takes a mesh or a group, not both")
+    with _entered(ContextParallel(ProcessGroup(_group_of(group if mesh is None else mesh)))) as parallel:
         yield parallel
 
 
@@ -123,6 +132,8 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
                 "the sequence, mesh['context'] for example"
             )
         return mesh.get_group()
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group that context_parallel was given: leave it out there")
     if not isinstance(mesh, dist.ProcessGroup):
         raise TypeError(f"context_parallel needs a DeviceMesh or a process group, got {type(mesh).__name__}")
     return mesh
@@ -213,6 +224,7 @@ def call_maker(
                 "under context_parallel a span has as many queries as keys, got "
                 f"{problem.q.shape[2]} and {problem.k.shape[2]}"
             )
+        check_backend(backend)
         backend_of(problem, backend)
         return Call(problem, _borders(problem.q, problem.key_padding_mask, borders), backend)
 

@@ -268,6 +268,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: gradients of gradients would silently lack a part
+            raise RuntimeError("under context_parallel attention has no double backward: leave create_graph out")
         saved = ctx.saved_tensors
         counts = [3 + len(learned_of(plan)) for plan in ctx.plans]
         protocols, place = [], 2

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-KINDS = ("bounds", "keys", "gradients")  # what is sent
-
 
 @dataclass(frozen=True)
 class Gather:
@@ -36,7 +34,7 @@ class Start:
 
     send: list[Tensor]  # uint8
     receive: list[int]
-    kind: str
+    kind: str  # "keys" or "gradients": which count of `Sent` it belongs to
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class Sent:
     ring: int = 0
     calls: int = 0
     windows: int = 0  # of all calls: one for each row of the batch and key head
-    everything: int = (
-        0  # of these, the ones for which all keys in sight on other ranks were fetched, if there are any
-    )
+    everything: int = 0  # of these, the ones for which all keys in sight on other ranks, if any, were fetched
 
     @property
     def bytes(self) -> int:
