@@ -124,6 +124,7 @@ def test_one_graph_for_all_layers(position: str) -> None:
     assert len(counted.graphs) == 1
 
 
+@pytest.mark.slow
 @OF_GRAD
 def test_blocks_of_many_models() -> None:
     """More than torch compiles of one function."""
@@ -241,6 +242,7 @@ def test_decoding_is_compiled_a_few_times_and_not_every_step(position: str) -> N
     assert len(graphs) <= 3
 
 
+@pytest.mark.slow
 @QUIET
 def test_a_compiled_cache_bounds_the_keys_of_every_block() -> None:
     """Norms written into the wrong block bound nothing: keys would be skipped that matter."""

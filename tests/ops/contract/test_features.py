@@ -176,6 +176,7 @@ def test_alibi_attention_is_attention_with_a_linear_bias(place: Place) -> None:
     assert torch.equal(short, replace(case, slopes=slopes, causal=False).attend(place.backend))
 
 
+@slow_in_interpreter
 @pytest.mark.parametrize("seed", range(6))
 def test_combinations(seed: int, place: Place) -> None:
     """Any features together."""

@@ -41,6 +41,7 @@ def far_case(name: str, far: int, dtype: torch.dtype, queries: int = 70) -> tupl
     return replace(near, query_start=near.query_start + direction * far), near
 
 
+@slow_in_interpreter
 @formats(torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("name", BEYOND)
 @pytest.mark.parametrize("far", FAR)
@@ -65,6 +66,7 @@ def test_steep_slopes(slope: float, causal: bool, place: Place) -> None:
     place.check(replace(case, q=2.0 * case.q, offset=0.0 if causal else 0.5))
 
 
+@slow_in_interpreter
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 @pytest.mark.parametrize("slopes", [[0.0, 0.3, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 1e-6]], ids=str)
 def test_heads_without_a_slope_see_everything_alike(slopes: list[float], causal: bool, place: Place) -> None:

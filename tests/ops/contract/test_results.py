@@ -98,6 +98,7 @@ def check_all(feature: str, mode: str, place: Place) -> None:
     torch.testing.assert_close(found.out, case.attend(place.backend), rtol=0.0, atol=0.0)
 
 
+@slow_in_interpreter
 @at(*WITH_WINDOWS)
 def test_windows_are_what_was_visited(place: Place) -> None:
     """Keys outside may hold anything, and there are some."""
@@ -280,6 +281,7 @@ def test_autocast(place: Place) -> None:
     check_lse(rounded, found.lse)
 
 
+@slow_in_interpreter
 @at("blocked", "interpreted", "triton_gpu")
 def test_compiled(place: Place) -> None:
     case = place.case()

@@ -55,6 +55,7 @@ def test_tokens_are_those_of_a_full_cache(graphs: type[FakeGraph]) -> None:
     assert sum(graph.replays for graph in graphs.made) > 10
 
 
+@pytest.mark.slow
 def test_steps_whose_certificates_fail_are_taken_back(
     graphs: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_compiled_once_for_lengths_that_skip_keys_and_lengths_that_do_not(causal
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_compiled_forwards_and_backwards() -> None:
     module = Attention()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")

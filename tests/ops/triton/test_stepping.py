@@ -55,6 +55,7 @@ def test_logits_are_those_of_a_plain_cache(position: str) -> None:
     assert_same_logits(*both(language_model(position), random_tokens(2, 126), random_tokens(2, 4, seed=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", STEPPING_POSITIONS)
 def test_left_padded_rows(position: str) -> None:
     rows = [random_tokens(1, length, seed=length)[0] for length in (130, 40, 1)]
