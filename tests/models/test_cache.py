@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trainshort as ts
-from tests.models.small import EVERY_POSITION, language_model, left_padded, random_tokens, small_config
+from tests.models.small import (
+    EVERY_POSITION,
+    FOX_PRO,
+    language_model,
+    left_padded,
+    lively,
+    random_tokens,
+    small_config,
+)
 from tests.ops.cases import windows_whatever_they_cost
 
 CHUNKS = [[7, 128, 1, 100, 64], [128, 128, 44], [1, 1, 1, 126, 1, 1, 169], [299, 1], [130, 3, 167], [300]]
@@ -316,3 +324,20 @@ def test_a_cache_is_for_causal_models() -> None:
     model = ts.Encoder(small_config(causal=False))
     with pytest.raises(ValueError, match="causal"):
         model.trunk(random_tokens(1, 5), cache=ts.KeyValueCache(model.config, 1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "fox", **FOX_PRO}], ids=["alibi", "fox pro"])
+@pytest.mark.parametrize("before", [0, 7])
+@torch.no_grad()
+def test_what_comes_after_a_bookmark_is_forgotten(changes: dict[str, Any], before: int) -> None:
+    model = lively(ts.LanguageModel(small_config(**changes))).double().eval()
+    text, other = random_tokens(1, 20), random_tokens(1, 9, seed=1)
+    cache = model.make_cache(1, 40)
+    if before:
+        model(text[:, :before], cache=cache)
+    place = cache.bookmark()
+    model(other, cache=cache)
+    cache.return_to(place)
+    torch.testing.assert_close(model(text[:, before:], cache=cache), model(text)[:, before:])
+    with pytest.raises(ValueError, match="the cache has only"):
+        model.make_cache(1, 40).return_to(cache.bookmark())
