@@ -77,7 +77,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_report([folder / "runs"], folder / "out", figures=False).page
 
 
-def opened(browser: Any, path: Path, screen: str = "wide") -> Opened:
+def opened(browser: Any, path: Path, screen: str = "wide", *, chart: str = "training") -> Opened:
+    """The page, once this chart of it is drawn."""
     width, height, scheme = SCREENS[screen]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     found = Opened(context.new_page())
@@ -86,7 +87,7 @@ def opened(browser: Any, path: Path, screen: str = "wide") -> Opened:
     found.page.on("request", lambda request: found.requests.append(request.url))
     found.page.goto(path.as_uri())
     found.page.wait_for_selector("html[data-ready=true]")
-    found.page.wait_for_selector("#chart-training .main-svg")
+    found.page.wait_for_selector(f"#chart-{chart} .main-svg")
     return found
 
 
@@ -185,15 +186,7 @@ def test_injected_scripts_stay_text(browser: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("screen", SCREENS)
 def test_the_page_of_an_inspection(browser: Any, screen: str, tmp_path: Path) -> None:
     path = build_inspection(inspected(), tmp_path, figures=False)
-    width, height, scheme = SCREENS[screen]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-    found = Opened(context.new_page())
-    found.page.on("console", lambda message: found.messages.append(message.text))
-    found.page.on("pageerror", lambda error: found.messages.append(str(error)))
-    found.page.on("request", lambda request: found.requests.append(request.url))
-    found.page.goto(path.as_uri())
-    found.page.wait_for_selector("html[data-ready=true]")
-    found.page.wait_for_selector("#chart-positions .main-svg")
+    found = opened(browser, path, screen, chart="positions")
     assert found.messages == []
     assert found.requests == [path.as_uri()]
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

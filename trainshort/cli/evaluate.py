@@ -11,7 +11,6 @@ length and depth, among several answers. Writes recall.json.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -142,17 +141,18 @@ def _over_ranks(flags: Flags, opened: OpenedRun, place: Path, config: EvaluateCo
     from trainshort.common.devices import device_for
     from trainshort.evaluation.evaluate import evaluate
     from trainshort.ops.context.parallel import context_parallel
+    from trainshort.training.launch import is_launched, local_rank, number_of_processes
 
-    if "LOCAL_RANK" not in os.environ:
+    if not is_launched():
         raise ValueError(
             "--context-parallel shares windows among processes: start them with "
             f"torchrun --nproc-per-node N -m trainshort evaluate {flags.run} --context-parallel ..."
         )
     device = device_for(flags.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))  # starts the process group
+    mesh = init_device_mesh(device.type, (number_of_processes(),))  # starts the process group
     try:
         with context_parallel(mesh) as parallel:
             records = evaluate(opened.folder, opened.data, replace(config, device=str(device)), out=place)

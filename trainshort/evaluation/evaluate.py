@@ -83,8 +83,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The folder whose evaluation.json records are put into, and what is said there of the model."""
+class Destination:
+    """The folder whose file records are put into, the weights they are of, and what is said there of the model."""
 
     folder: Path
     weights: str
@@ -115,7 +115,7 @@ def evaluate(
         len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead, to_the_end=text.tokenizer is not None
     )
     network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
-    kept = None if isinstance(model, LanguageModel) else kept_in(Path(model), network, out)
+    destination = None if isinstance(model, LanguageModel) else destination_of(Path(model), network, out)
     check_vocabulary(text, network, first, last + 1)
     training = network.training
     network.eval()
@@ -124,10 +124,10 @@ def evaluate(
         _warm_up(network, text, config)
         for length in config.lengths:
             record = _at_length(network, text, config, length, (first, last), on_scored)
-            if kept is not None:
-                record = {"model": kept.weights} | record
+            if destination is not None:
+                record = {"model": destination.weights} | record
                 if state.current is None or state.current.rank == 0:
-                    add_record(kept.folder, record, kept.weights, kept.about)
+                    add_record(destination.folder, record, destination.weights, destination.about)
             records.append(record)
             if on_record is not None:
                 on_record(record)
@@ -153,17 +153,18 @@ def check_vocabulary(text: Text, model: LanguageModel, first: int = 0, end: int 
         )
 
 
-def kept_in(folder: Path, model: LanguageModel, out: str | Path | None) -> Kept | None:
+def destination_of(folder: Path, model: LanguageModel, out: str | Path | None) -> Destination | None:
+    """Where the figures of the model in a folder go; None: nowhere, it is a public one and nobody named a place."""
     config = read_json(folder / "config.json", "load takes the folder that holds config.json")
     if out is None and not is_ours(config):
         return None
     place, weights = folder if out is None else Path(out), weights_of(folder)
     if is_ours(config) and place.resolve() == folder.resolve():
-        return Kept(place, weights, None)
+        return Destination(place, weights, None)
     check_same_model(place, weights)
     place.mkdir(parents=True, exist_ok=True)
     about = about_model(folder, model.config.to_dict(), trained_length(folder, config), weights)
-    return Kept(place, weights, about)
+    return Destination(place, weights, about)
 
 
 def text_of(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:
@@ -172,6 +173,25 @@ def text_of(data: Data | PlainText | np.ndarray[Any, Any], split: str) -> Text:
     if isinstance(data, PlainText):
         return Text(data.tokens, data, "text")
     return Text(data.validation if split == "validation" else data.train, data, split)
+
+
+def tested_on(model: LanguageModel, text: Text) -> Record:
+    """What every record says of its text and of how the model computes."""
+    record = {
+        "split": text.split,
+        "data": text.identity,
+        "data_folder": text.folder,
+        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
+    }
+    return record if text.tokenizer is None else record | {"tokenizer": text.tokenizer}
+
+
+def why_not_at(model: LanguageModel, length: int) -> str | None:
+    """Why there is nothing to measure at this length, in words; None where there is."""
+    limit = model.position.max_length
+    if limit is None or length <= limit:
+        return None
+    return f"{model.config.position} positions end at {limit} tokens: there is nothing beyond to evaluate"
 
 
 def _warm_up(model: LanguageModel, text: Text, config: EvaluateConfig) -> None:
@@ -193,18 +213,13 @@ def _at_length(
         "length": length,
         "mode": config.mode,
         "stride": stride,
-        "split": text.split,
         "first_token": first + 1,
         "end_token": last + 1,
-        "data": text.identity,
-        "data_folder": text.folder,
-        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
+        **tested_on(model, text),
     }
     if text.tokenizer is not None:
-        record |= {"tokenizer": text.tokenizer, "whole_text": (first, last) == (0, len(text.tokens) - 1)}
-    limit = model.position.max_length
-    if limit is not None and length > limit:
-        reason = f"{model.config.position} positions end at {limit} tokens: there is nothing beyond to evaluate"
+        record["whole_text"] = (first, last) == (0, len(text.tokens) - 1)
+    if (reason := why_not_at(model, length)) is not None:
         return record | {"skipped": reason}
     device = model.trunk.embedding.weight.device
     sums, counts = np.zeros(length), np.zeros(length, dtype=np.int64)

@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from trainshort.data.plain import PlainText
-from trainshort.evaluation.evaluate import Data, Text, check_vocabulary, kept_in, loaded, text_of
+from trainshort.evaluation.evaluate import (
+    Data,
+    Text,
+    check_vocabulary,
+    destination_of,
+    loaded,
+    tested_on,
+    text_of,
+    why_not_at,
+)
 from trainshort.evaluation.recall_config import ANSWER, CUE, RecallConfig
 from trainshort.evaluation.recall_records import Record, add_record
 from trainshort.models import LanguageModel
@@ -103,7 +112,7 @@ def recall(
             f"{max(config.lengths):,}: choose shorter lengths, or other data"
         )
     network = loaded(model, config.dtype, config.device) if isinstance(model, (str, Path)) else model
-    kept = kept_in(Path(model), network, out) if isinstance(model, (str, Path)) else None
+    destination = destination_of(Path(model), network, out) if isinstance(model, (str, Path)) else None
     check_vocabulary(text, network)
     training = network.training
     network.eval()
@@ -112,9 +121,9 @@ def recall(
         for length in config.lengths:
             for task in ANSWER:
                 record = _at_length(network, text, config, task, length, on_fed)
-                if kept is not None:
-                    record = {"model": kept.weights} | record
-                    add_record(kept.folder, record, kept.about)
+                if destination is not None:
+                    record = {"model": destination.weights} | record
+                    add_record(destination.folder, record, destination.about)
                 records.append(record)
                 if on_record is not None:
                     on_record(record)
@@ -135,53 +144,49 @@ def _at_length(
         "seed": config.seed,
         "cue_tokens": CUE,
         "answer_tokens": ANSWER[task],
-        "split": text.split,
-        "data": text.identity,
-        "data_folder": text.folder,
-        "dtype": str(model.trunk.embedding.weight.dtype).removeprefix("torch."),
+        **tested_on(model, text),
     }
-    if text.tokenizer is not None:
-        record["tokenizer"] = text.tokenizer
-    limit = model.position.max_length
-    if limit is not None and length > limit:
-        reason = f"{model.config.position} positions end at {limit} tokens: there is nothing beyond to evaluate"
+    if (reason := why_not_at(model, length)) is not None:
         return record | {"skipped": reason}
     begin = time.perf_counter()
     drawn = list(trials(text.tokens, task, length, config))
     rows = max(1, config.batch_tokens // length)
     total = length * len(drawn) * len(config.depths) * len(ANSWER)
-    correct, gain = [], []
-    for depth in config.depths:
-        right, more = 0, 0.0
-        for start in range(0, len(drawn), rows):
-            batch = drawn[start : start + rows]
-            losses = _losses_of_answers(model, batch, depth, config.chunk).cpu()  # [B, choices]
+    correct, gain = [0] * len(config.depths), [0.0] * len(config.depths)
+    for start in range(0, len(drawn), rows):
+        batch = drawn[start : start + rows]
+        for place, losses in enumerate(_losses_by_depth(model, batch, config)):
             if not bool(losses.isfinite().all()):
                 return record | {"skipped": "the losses are not finite: the model has diverged"}
-            right_one = torch.tensor([trial.shown for trial in batch])[:, None]
-            of_right = losses.gather(1, right_one)
-            others = losses.scatter(1, right_one, torch.inf)
-            right += int((of_right[:, 0] < others.amin(1)).sum())
-            mean_of_others = (losses.sum(1) - of_right[:, 0]) / (losses.shape[1] - 1)
-            more += float((mean_of_others - of_right[:, 0]).sum()) / ANSWER[task]
+            right, more = _compare(losses, batch)
+            correct[place] += right
+            gain[place] += more / ANSWER[task] / len(drawn)
             if on_fed is not None:
                 on_fed(length, length * len(batch), total)
-        correct.append(right)
-        gain.append(round(more / len(drawn), 5))
-    seconds = time.perf_counter() - begin
     return record | {
         "correct": correct,
-        "gain": gain,
-        "seconds": round(seconds, 3),
+        "gain": [round(each, 5) for each in gain],
+        "seconds": round(time.perf_counter() - begin, 3),
         "device": str(model.trunk.embedding.weight.device),
     }
 
 
-def _losses_of_answers(model: LanguageModel, batch: Sequence[Trial], depth: int, chunk: int) -> Tensor:
-    """The loss of each answer at the end of its window, less that after the cue alone: [B, choices]."""
+def _losses_by_depth(model: LanguageModel, batch: Sequence[Trial], config: RecallConfig) -> Iterator[Tensor]:
+    """For each depth the loss of each answer at the end of its window, less that after its cue: [B, choices]."""
     answers = np.stack([trial.answers for trial in batch])
-    windows, cues = np.stack([prompt_of(trial, depth) for trial in batch]), np.stack([trial.cue for trial in batch])
-    return losses_after(model, windows, answers, chunk) - losses_after(model, cues, answers, chunk)
+    after_cues = losses_after(model, np.stack([trial.cue for trial in batch]), answers, config.chunk)
+    for depth in config.depths:
+        windows = np.stack([prompt_of(trial, depth) for trial in batch])
+        yield (losses_after(model, windows, answers, config.chunk) - after_cues).cpu()
+
+
+def _compare(losses: Tensor, batch: Sequence[Trial]) -> tuple[int, float]:
+    """How many trials have the shown answer as the likeliest, and by how much it is likelier than the mean of the
+    others, summed over trials. losses: [B, choices]."""
+    shown = torch.tensor([trial.shown for trial in batch])[:, None]
+    of_shown, others = losses.gather(1, shown)[:, 0], losses.scatter(1, shown, torch.inf)
+    mean_of_others = (losses.sum(1) - of_shown) / (losses.shape[1] - 1)
+    return int((of_shown < others.amin(1)).sum()), float((mean_of_others - of_shown).sum())
 
 
 @torch.inference_mode()
