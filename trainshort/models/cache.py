@@ -36,7 +36,7 @@ class Bookmark(NamedTuple):
     """A place in the text of a cache."""
 
     length: int
-    last: dict[int, Tensor]  # as KeyValueCache.last was then: nothing before the first token
+    last: dict[int, Tensor]  # as KeyValueCache.last was then
 
 
 class KeyValueCache:
@@ -224,8 +224,8 @@ class KeyValueCache:
         if bookmark.length > self.length:
             raise ValueError(f"the bookmark is at {bookmark.length} tokens, the cache has only {self.length}")
         self.length = bookmark.length
-        for layer, kv in self.last.items():
-            kv.copy_(bookmark.last.get(layer, torch.zeros_like(kv)))
+        for layer, kv in bookmark.last.items():
+            self.last[layer].copy_(kv)
 
     # Stepping: one token at a time, at a place that the device knows.
 
