@@ -86,6 +86,7 @@ class _Joined(Processes):
     """One of several processes, with torch.distributed."""
 
     made = 0  # so many before: runs of one process group are told apart by it
+    left: Any = None  # the last group that was left
 
     def __init__(self, config: TrainConfig, kind: str) -> None:
         _Joined.made += 1
@@ -153,9 +154,14 @@ class _Joined(Processes):
             return True
 
     def leave(self, failed: bool) -> None:
-        """On a GPU a group that has lost a process is left alone: to end it would wait for that process."""
+        """On a GPU a group that has lost a process is left alone: to end it would wait for that process.
+
+        The group is kept, so that it is not DistributedDataParallel that frees it as its last user: that waits for
+        gloo's threads with Python's lock held, and one of them may be waiting for the lock, to free a tensor.
+        """
         if self.owned and not (failed and self.device.type == "cuda"):
             with contextlib.suppress(Exception):
+                _Joined.left = dist.group.WORLD
                 dist.destroy_process_group()
 
 
