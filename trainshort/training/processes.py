@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ class Processes:
     weight: Tensor | None = None  # of the gradient of a loss: backward passes then average over processes
 
     def __init__(self, config: TrainConfig) -> None:
+        self.before_leaving = contextlib.ExitStack()  # what has to be done before the process group ends
         named = None if config.device == "auto" else config.device
         self.device = device_for(named, allowed=ALLOWED)
 
@@ -86,10 +88,10 @@ class _Joined(Processes):
     """One of several processes, with torch.distributed."""
 
     made = 0  # so many before: runs of one process group are told apart by it
-    left: Any = None  # the last group that was left
 
     def __init__(self, config: TrainConfig, kind: str) -> None:
         _Joined.made += 1
+        self.before_leaving = contextlib.ExitStack()
         self.kind, self.number = kind, _Joined.made
         self.device = _device_of_rank(config)
         self.owned = not _is_in_group()
@@ -154,15 +156,14 @@ class _Joined(Processes):
             return True
 
     def leave(self, failed: bool) -> None:
-        """On a GPU a group that has lost a process is left alone: to end it would wait for that process.
-
-        The group is kept, so that it is not DistributedDataParallel that frees it as its last user: that waits for
-        gloo's threads with Python's lock held, and one of them may be waiting for the lock, to free a tensor.
-        """
+        """On a GPU a group that has lost a process is left alone: to end it would wait for that process."""
+        self.before_leaving.close()
         if self.owned and not (failed and self.device.type == "cuda"):
             with contextlib.suppress(Exception):
-                _Joined.left = dist.group.WORLD
                 dist.destroy_process_group()
+            # Shards keep their group until the interpreter ends, and gloo's threads need Python's lock once more, to
+            # free the tensors of the last exchange: here they get it.
+            time.sleep(0.1 if self.kind == "fsdp" else 0)
 
 
 @contextlib.contextmanager

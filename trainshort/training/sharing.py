@@ -41,6 +41,7 @@ class SharedModel:
         if processes.kind == "ddp":
             # Gradients lie where they are exchanged: a copy of them would take as much memory again.
             self.losses = DistributedDataParallel(self.losses, gradient_as_bucket_view=True, **_buffers_stay())
+            processes.before_leaving.callback(_free_reducer, self.losses)
         elif processes.kind == "fsdp":
             shard(model, processes, half)
 
@@ -76,6 +77,15 @@ class SharedModel:
         """Clip the gradients by the norm of all of them together, which is returned."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _free_reducer(losses: DistributedDataParallel) -> None:
+    """Free what exchanges gradients while the process group still has other users.
+
+    The last user frees the group, and waits for gloo's threads. The reducer would do so with Python's lock held, which
+    one of them may be waiting for, to free a tensor: then the process never ends. The others release the lock.
+    """
+    losses.reducer = losses.logger = None  # type: ignore[assignment]
 
 
 def _buffers_stay() -> dict[str, Any]:
