@@ -28,6 +28,8 @@ class Case:
     causal: bool = True
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 5
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -36,7 +38,7 @@ class Case:
     def whole(self, tolerance: float = 0.0) -> Tensor:
         return ts.attention(
             self.q, self.k, self.v, bias=self.bias(slice(None)), causal=self.causal, tolerance=tolerance,
-            key_padding_mask=self.mask, cu_seqlens=self.cu_seqlens,
+            key_padding_mask=self.mask, cu_seqlens=self.cu_seqlens, dropout=self.dropout, seed=self.seed,
         )  # fmt: skip
 
 
@@ -79,6 +81,8 @@ def make(name: str) -> Case:
                 tensor[~case.mask[:, None].expand(-1, tensor.shape[1], -1)] = torch.nan
     if "documents" in name:
         case.cu_seqlens = torch.tensor([0, 100, 280, 280, 520, 700, LENGTH])
+    if "dropout" in name:
+        case.dropout = 0.3
     if "long key" in name:
         with torch.no_grad():
             k[:, :, 5] *= 100
@@ -119,7 +123,8 @@ NAMES = [
     "one way, both sides", "gates", "grouped gates", "shared gates", "gates, both sides", "times",
     "times, both sides", "buckets", "powers", "no bias, both sides", "slopes with padding",
     "slopes with padding, both sides", "gates with padding", "slopes in documents",
-    "slopes in documents, both sides", "gates in documents", "slopes and a long key",
+    "slopes in documents, both sides", "gates in documents", "slopes and a long key", "slopes and dropout",
+    "grouped gates with padding and dropout, both sides", "slopes in documents with dropout",
 ]  # fmt: skip
 
 
@@ -128,12 +133,13 @@ def promised(case: Case, grad: Tensor, tolerance: float) -> dict[str, float]:
     row, of dq a row, of dk and dv added up over keys. Rounding of float64 besides."""
     real = [torch.nan_to_num(tensor.detach()) for tensor in (case.q, case.k, case.v)]
     q, k, v = (tensor.norm(dim=-1) for tensor in real)
-    diameter, scale, g = 2 * v.max(), case.q.shape[3] ** -0.5, grad.norm(dim=-1)
+    v, g = v / (1 - case.dropout), grad.norm(dim=-1)
+    diameter, scale = 2 * v.max(), case.q.shape[3] ** -0.5
     rounding = 1e-9
     return {
         "out": float(tolerance * diameter) + rounding,
         "q": float(3 * tolerance * scale * g.max() * diameter * 2 * k.max()) + rounding,
         "k": float(3 * tolerance * scale * diameter * (g * q).sum()) + rounding,
-        "v": float(2 * tolerance * g.sum()) + rounding,
+        "v": float(2 * tolerance * g.sum() / (1 - case.dropout)) + rounding,
         "learned": float(3 * tolerance * diameter * g.sum() * 2 * LENGTH) + rounding,
     }

@@ -28,6 +28,8 @@ def over_ranks(
         tolerance=tolerance,
         key_padding_mask=None if case.mask is None else [case.mask[:, own] for own in parts],
         cu_seqlens=case.cu_seqlens,
+        dropout=case.dropout,
+        seed=case.seed,
         backend=backend,
     )
     return torch.cat(outs, dim=2), sent
@@ -48,7 +50,7 @@ def plans_of(case: Case, spans: list[int], tolerance: float, ranks: Simulated | 
     return (ranks or Simulated(len(spans))).run(protocols)
 
 
-FAST = ("slopes", "gates, both sides", "slopes with padding, both sides")
+FAST = ("slopes", "slopes and dropout", "gates, both sides", "slopes with padding, both sides")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,6 @@ def test_what_is_not_supported_is_refused() -> None:
     for options, message in (
         ({"query_start": 3}, "takes no query_start"),
         ({"key_norms": torch.ones(1, 2)}, "takes no key_norms"),
-        ({"dropout": 0.1}, "takes no dropout"),
         ({"return_lse": True}, "takes no return_lse"),
         ({"backend": "reference"}, "runs in one process"),
         ({"cu_seqlens": torch.tensor([0, 10])}, "end at its length 20"),

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {"dtype": "bfloat16"},
     "learned": {"position": "learned"},
+    "small": {},
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "divides": (
@@ -36,7 +37,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"context_parallel": 3},
         "is 3, the number of processes that share a row: it has to divide the number of all, 2",
     ),
-    "dropout": ({}, {"attention_dropout": 0.1}, "attention_dropout has to be 0 where processes share rows, got 0.1"),
     "alike": ({"odd_rank": 1, "odd_config": {"context_parallel": 1}}, {}, "rank 1 has another context_parallel"),
 }
 FOUR = [("ddp", "slopes"), ("fsdp", "slopes"), ("ddp", "documents"), ("fsdp", "gates")]
@@ -61,6 +61,8 @@ def cases_of(folder: Path, processes: int) -> dict[str, dict[str, Any]]:
         return found | {
             "stopped": case(folder, "stopped", {"stop_after": 3}, context_parallel=4, **VARIANTS["slopes"])
         }
+    for name, again in (("dropout", False), ("dropout, recomputed", True)):
+        found[name] = case(folder, name, {}, attention_dropout=0.3, activation_checkpointing=again)
     return found | {name: case(folder, name, more, **changes) for name, (more, changes, _) in REFUSED.items()}
 
 
@@ -99,6 +101,15 @@ def test_one_process_goes_on_with_a_run_of_shared_rows(runs: tuple[Path, dict[st
         train(replace(RunFolder(stopped).config(), parallel=None), progress=False, resume=True)
     train(replace(RunFolder(stopped).config(), context_parallel=1), progress=False, resume=True)
     assert_close_runs(stopped, folder / "plain slopes", 5e-6)
+
+
+def test_attention_dropout(runs: tuple[Path, dict[str, list[Any]]]) -> None:
+    """A backward pass that computes attention again drops the same weights."""
+    folder, said = runs
+    assert said["dropout"] == said["dropout, recomputed"] == ["done"] * 2
+    assert_close_runs(folder / "dropout", folder / "dropout, recomputed", 5e-6)
+    with pytest.raises(AssertionError):  # what it would be if nothing was dropped
+        assert_close_runs(folder / "dropout", folder / "plain small", 5e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,15 +16,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import trainshort as ts
-from trainshort.ops.dropout import factors, query_keys
+from trainshort.ops.dropout import factors, query_seeds
 
 SHAPE = (2, 4, 256, 1024)  # rows, heads, queries, keys
 
 
 def dropped(seed: int, p: float = 0.5, shape: tuple[int, int, int, int] = SHAPE) -> Tensor:
     """Which weights are dropped, as float32 [B, H, Tq, Tk]."""
-    keys = query_keys(torch.tensor(seed), *shape[:3])
-    return (factors(keys, torch.arange(shape[3]), p, torch.float32) == 0).float()
+    seeds = query_seeds(torch.tensor(seed), *shape[:3])
+    return (factors(seeds, torch.arange(shape[3]), p, torch.float32) == 0).float()
 
 
 def assert_chance(share: float, p: float, trials: int) -> None:

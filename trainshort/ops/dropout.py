@@ -2,7 +2,8 @@
 
 Whether the weight of a query on a key is dropped depends on the seed, on the row of the batch, on the head, and on
 the indices of the query in q and of the key in k, and on nothing else: not on the backend, the device, tiles or
-threads. So the backward pass finds the same weights again without having stored anything.
+threads, nor on how many processes share a sequence, where the indices are those in the whole of it. So the backward
+pass finds the same weights again without having stored anything.
 
 Each query gets two numbers of 32 bits, which seed, row, head and its index are mixed into one after the other; each
 of its keys mixes its own index with both. The mixing is a finalizer of two multiplications (Chris Wellons' lowbias32,
@@ -49,20 +50,36 @@ def seed_tensor(seed: int | Tensor | None, like: Tensor) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=like.device)
 
 
-def query_keys(seed: Tensor, batch: int, heads: int, queries: int) -> Tensor:
-    """Two numbers of 32 bits for each query: int64 [B, H, Tq, 2]."""
+def head_seeds(seed: Tensor, batch: int, heads: int, first_query: int = 0, first_key: int = 0) -> Tensor:
+    """The seed of a part of a longer sequence: int64 [B, H, 3].
+
+    What each head of each row makes of the seed, two numbers of 32 bits in one, and the indices that the first query
+    and the first key of the part have in the sequence.
+    """
     first = _mixed((seed & LOW) ^ STARTS[0])
-    keys = torch.stack((first, _mixed(((seed >> 32) & LOW) ^ STARTS[1] ^ first)))
-    for size, shape in ((batch, (-1, 1, 1, 1)), (heads, (-1, 1, 1)), (queries, (-1, 1))):
-        keys = _mixed(keys ^ torch.arange(size, device=seed.device).view(shape))
-    return keys
+    numbers = torch.stack((first, _mixed(((seed >> 32) & LOW) ^ STARTS[1] ^ first)))
+    for size, shape in ((batch, (-1, 1, 1)), (heads, (-1, 1))):
+        numbers = _mixed(numbers ^ torch.arange(size, device=seed.device).view(shape))
+    both = numbers[..., 0] | (numbers[..., 1] << 32)
+    return torch.stack((both, torch.full_like(both, first_query), torch.full_like(both, first_key)), -1)
 
 
-def factors(keys: Tensor, index: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-    """What weights are multiplied by, [..., Tq, Tk]: of queries [..., Tq, 2] on keys with these indices [..., Tk]."""
-    x = index[..., None, :] ^ keys[..., :1]
+def query_seeds(seed: Tensor, batch: int, heads: int, queries: int) -> Tensor:
+    """Of a seed [] or [B, H, 3]: for each query its two numbers and the index of the first key, [B, H, Tq, 3]."""
+    if seed.dim() == 0:
+        seed = head_seeds(seed, batch, heads)
+    both, first_query, first_key = (own[..., None] for own in seed.unbind(-1))
+    index = first_query + torch.arange(queries, device=seed.device)
+    numbers = (_mixed((both & LOW) ^ index), _mixed(((both >> 32) & LOW) ^ index))
+    return torch.stack((*numbers, first_key.expand_as(index)), -1)
+
+
+def factors(seeds: Tensor, index: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    """What weights are multiplied by, [..., Tq, Tk]: of queries with these seeds [..., Tq, 3] on keys with these
+    indices [..., Tk] in k."""
+    x = (index[..., None, :] + seeds[..., :1, 2:]) ^ seeds[..., :1]
     x = ((x ^ (x >> 16)) * MULTIPLIERS[0]) & LOW
-    x = x ^ (x >> 15) ^ keys[..., 1:]
+    x = x ^ (x >> 15) ^ seeds[..., 1:2]
     x = (x * (MULTIPLIERS[1] - 2**32)) & LOW
     x = (x ^ (x >> 16)) >> 1
     return (x >= threshold_of(dropout)).to(dtype) * factor_of(dropout)

@@ -50,7 +50,7 @@ class Problem:
     query_start: int | Tensor | None = None  # position of query 0 among the keys
     key_norms: Tensor | None = None  # upper bounds of ‖k‖: [B, Hkv], a block of keys or a key each
     dropout: float = 0.0  # the probability that a weight is dropped
-    seed: Tensor | None = None  # of the dropout: int64 [], or what each query makes of it, [B, H, Tq, 2] (dropout.py)
+    seed: Tensor | None = None  # of the dropout: int64 [], [B, H, 3] or [B, H, Tq, 3] (dropout.py)
     wants_windows: bool = False  # whether it is to be told which keys were visited
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainshort.ops.dropout import factors, query_keys
+from trainshort.ops.dropout import factors, query_seeds
 from trainshort.ops.problem import Problem
 
 
@@ -46,7 +46,7 @@ def _dropout_factors(problem: Problem) -> Tensor | None:
     if problem.seed is None:
         return None
     key = torch.arange(problem.k.shape[2], device=problem.k.device)
-    return factors(query_keys(problem.seed, *problem.q.shape[:3]), key, problem.dropout, problem.accumulate_dtype)
+    return factors(query_seeds(problem.seed, *problem.q.shape[:3]), key, problem.dropout, problem.accumulate_dtype)
 
 
 def _document(problem: Problem, first: int, end: int) -> Problem:

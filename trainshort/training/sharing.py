@@ -82,8 +82,8 @@ class SharedModel:
 def _free_reducer(losses: DistributedDataParallel) -> None:
     """Free what exchanges gradients while the process group still has other users.
 
-    The last user frees the group, and waits for gloo's threads. The reducer would do so with Python's lock held, which
-    one of them may be waiting for, to free a tensor: then the process never ends. The others release the lock.
+    The last user frees the group, and waits for gloo's threads. The reducer would do so with Python's lock held,
+    which one of them may be waiting for, to free a tensor: the process would never end. Others release the lock.
     """
     losses.reducer = losses.logger = None  # type: ignore[assignment]
 

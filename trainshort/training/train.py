@@ -116,11 +116,6 @@ class _Trainer:
         if saved is not None and (path := run.folder / "config.json").exists():
             check_position(path, read_json(path, "it belongs to the run: restore it from a copy"))
         shape = ModelConfig.from_dict(config.model_fields(self.data.vocab_size))
-        if processes.spans > 1 and shape.attention_dropout:
-            raise ValueError(
-                f"attention_dropout has to be 0 where processes share rows, got {shape.attention_dropout}: change "
-                "it, or leave out context_parallel (--context-parallel)"
-            )
         if saved is not None and not saved.is_sharded:
             check_fits(LanguageModel, shape, saved.model, str(run.state_file))
         self.model = LanguageModel(shape)

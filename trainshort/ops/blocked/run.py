@@ -22,7 +22,7 @@ from trainshort.ops.blocked.decay_pieces import DecayPieces
 from trainshort.ops.blocked.passes import Pass, bias_of
 from trainshort.ops.blocked.piece_bias import PieceBias
 from trainshort.ops.decay import DecayBias
-from trainshort.ops.dropout import query_keys
+from trainshort.ops.dropout import query_seeds
 from trainshort.ops.problem import BLOCK, Problem, gradient_like
 from trainshort.ops.splits import Split, splits_of
 from trainshort.ops.windows import promising_heads
@@ -131,14 +131,14 @@ def _capturing(tensor: Tensor) -> bool:
 def forward_in(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, in the shape, dtype and layout of q, and log-sum-exp [B, H, Tq] of the scores of visited keys."""
     with torch.autocast(problem.q.device.type, enabled=False):  # its dtypes are for the inputs, not for the sums
-        return _forward(_with_query_keys(problem), windows)
+        return _forward(_with_query_seeds(problem), windows)
 
 
-def _with_query_keys(problem: Problem) -> Problem:
+def _with_query_seeds(problem: Problem) -> Problem:
     """With what each query makes of the seed, so that splits of the problem drop what the whole would."""
     if problem.seed is None:
         return problem
-    return replace(problem, seed=query_keys(problem.seed, *problem.q.shape[:3]))
+    return replace(problem, seed=query_seeds(problem.seed, *problem.q.shape[:3]))
 
 
 def _forward(problem: Problem, windows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def backward_in(
     problem: Problem, windows: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor, want_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of q, k, v and, if wanted, of the bias."""
-    problem = _with_query_keys(problem)
+    problem = _with_query_seeds(problem)
     if not want_bias and short.fits(problem, windows) and math.isfinite(lse.sum().item() + grad.sum().item()):
         return (*short.backward(problem, out, lse, grad), {})
     splits = splits_of(problem, windows)

@@ -76,6 +76,7 @@ FIELDS: dict[str, Callable[[int], str]] = {
     "causal": _yes_or_no,
     "scale": _float,
     "tolerance": _float,
+    "dropout": _float,
     "bias": lambda code: [*(kind.__name__ for kind in BIASES), "None"][code],
     "slopes or numbers of the bias (by checksum)": hex,
     "key_padding_mask": _yes_or_no,
@@ -114,7 +115,7 @@ def _numbers(call: Call) -> list[int]:
     borders = 0 if call.borders is None else zlib.crc32(str(call.borders).encode()) + 1
     return [
         q.shape[0], q.shape[1], problem.k.shape[1], q.shape[3], DTYPES.index(q.dtype), int(problem.causal),
-        _bits(problem.scale), _bits(problem.tolerance), kind, _checksum(bias),
+        _bits(problem.scale), _bits(problem.tolerance), _bits(problem.dropout), kind, _checksum(bias),
         int(problem.key_padding_mask is not None), borders,
         sum(flag << place for place, flag in enumerate(asked)) if torch.is_grad_enabled() else 0,
         BACKENDS.index(call.backend),

@@ -210,12 +210,6 @@ def call_maker(
             value = given.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"under context_parallel attention takes no {name}: {why}")
-        if given.pop("dropout", 0.0):
-            raise ValueError(
-                "under context_parallel attention takes no dropout: which weights are dropped goes by the places of "
-                "queries and keys in one tensor. Train with attention_dropout=0.0"
-            )
-        given.pop("seed", None)
         borders = given.pop("cu_seqlens", None)
         problem = make_problem(q, k, v, bias, **given)
         refuse_transforms([problem.q, problem.k, problem.v])

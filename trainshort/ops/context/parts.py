@@ -20,6 +20,7 @@ from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.context.exchange import level_offset, own_levels
 from trainshort.ops.context.plan import Plan, inner_tolerance
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.dropout import head_seeds
 from trainshort.ops.problem import BLOCK, Problem
 
 MOST = 0.9  # of the rows: where more than these may need keys of others, all are computed together
@@ -209,7 +210,19 @@ def problem_of(plan: Plan, part: Part, lanes: Lanes, q: Tensor, buffers: Buffers
         key_padding_mask=None if part.packed else _mask_of(plan, part, lanes),
         cu_seqlens=cu_seqlens,
         query_start=None if aligned else start,
+        dropout=plan.problem.dropout,
+        seed=_seed_of(plan, part, lanes),
     )
+
+
+def _seed_of(plan: Plan, part: Part, lanes: Lanes) -> Tensor | None:
+    """So that the same weights are dropped as in one process with this seed."""
+    seed = plan.problem.seed
+    if seed is None:
+        return None
+    batch, heads = plan.problem.q.shape[:2]
+    seeds = head_seeds(seed, batch, heads, plan.spans.start + part.rows.start, part.first)
+    return lanes.queries(seeds).contiguous()
 
 
 def _mask_of(plan: Plan, part: Part, lanes: Lanes) -> Tensor | None:

@@ -50,7 +50,7 @@ from trainshort.ops.triton.tiles import (
 def _query_range(
     dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
     stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-    max_distance, log2_scale, s0, s1, k0,
+    max_distance, log2_scale, s0, s1, key0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr, DROPOUT: tl.constexpr,
@@ -80,7 +80,7 @@ def _query_range(
         w = tl.exp2(s)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if DROPOUT > 0:
-            kept = is_kept(s0[:, None], s1[:, None], (k0 + j)[None, :], DROPOUT)
+            kept = is_kept(s0[:, None], s1[:, None], (key0 + j)[None, :], DROPOUT)
             dp = tl.where(kept, dp * (ONE / (ONE - DROPOUT)), 0.0)
         ds = w * (dp - delta[:, None])
         if SIDE == MASKED:  # a weight of zero times a value that is not finite
@@ -142,6 +142,7 @@ def query_kernel(
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DBIAS: tl.constexpr,
     NB: tl.constexpr, GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, DROPOUT: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1)
@@ -211,10 +212,10 @@ def query_kernel(
         if not CAUSAL:
             of_group = tl.load(AHEAD + among_keys(start + tl.minimum(first_row + GROUP, nq) - 1, nk))
             tl.store(TERMS_AHEAD + at, query_term(LEVELS, AHEAD, p, nk, of_group, FUTURE) - lse, mask=r < nq)
-    s0, s1 = 0, 0
+    s0, s1, key0 = 0, 0, 0
     if DROPOUT > 0:
-        s0, s1 = head_numbers(SEED, b, h)
-        s0, s1 = query_numbers(s0, s1, q0 + r)
+        s0, s1, query0, key0 = head_numbers(SEED, b, h, H, q0, k0, PART)
+        s0, s1 = query_numbers(s0, s1, query0 + r)
     dq = tl.zeros([BM, BD], tl.float32)
     dpast = tl.zeros([BM], tl.float32)
     dfuture = tl.zeros([BM], tl.float32)
@@ -222,32 +223,32 @@ def query_kernel(
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1, DBIAS,
-        NB, DROPOUT,
+        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
+        DBIAS, NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES,
+        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES,
         DBIAS, NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
         dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
         stride_kt, stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES,
+        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES,
         DBIAS, NB, DROPOUT,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
             stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
-            offset, max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA,
+            offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA,
             PRECISION, STAGES, DBIAS, NB, DROPOUT,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
             stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-            max_distance, log2_scale, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
+            max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
             DBIAS, NB, DROPOUT,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * scale, 0.0)
@@ -274,7 +275,7 @@ def query_kernel(
 def _key_range(
     dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END,
     b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
-    anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
+    anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, BLIND: tl.constexpr, DBIAS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -319,8 +320,8 @@ def _key_range(
             w = tl.exp2(s + (row - lse)[None, :])
         kept_w = w
         if DROPOUT > 0:
-            r0, r1 = query_numbers(s0, s1, q0 + r)
-            kept = is_kept(r0[None, :], r1[None, :], (k0 + j)[:, None], DROPOUT)
+            r0, r1 = query_numbers(s0, s1, query0 + r)
+            kept = is_kept(r0[None, :], r1[None, :], (key0 + j)[:, None], DROPOUT)
             kept_w = tl.where(kept, w, 0.0)
         dv = tl.dot(kept_w.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
@@ -369,7 +370,7 @@ def key_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLIND: tl.constexpr,
-    DBIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    DBIAS: tl.constexpr, DROPOUT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1)
@@ -419,9 +420,9 @@ def key_kernel(
                 own_term_ahead = key_term(levels, ahead, j, nk, anchor_ahead, FUTURE)
         past = tl.zeros([BN], tl.float32)
         future = tl.zeros([BN], tl.float32)
-        s0, s1 = 0, 0
+        s0, s1, query0, key0 = 0, 0, 0, 0
         if DROPOUT > 0:
-            s0, s1 = head_numbers(SEED, b, h)
+            s0, s1, query0, key0 = head_numbers(SEED, b, h, H, q0, k0, PART)
         sees = sees_of(SEES, h, CAUSAL, SIDED)
         unit0 = (b * H + h) * stride_window
         until0 = (b * H + h) * stride_window + key // UNIT
@@ -457,22 +458,23 @@ def key_kernel(
                     dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
                     gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0,
                     n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
-                    s0, s1, q0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS,
-                    DROPOUT,
+                    s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES,
+                    BLIND, DBIAS, DROPOUT,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
                 dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
                 gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
-                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, q0,
-                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1,
+                query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
+                DROPOUT,
             )  # fmt: skip
             m0 = n1
         dk, dv, past, future = _key_range(
             dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
             ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees,
-            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
-            GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM, BIAS,
+            CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         n3 = r1
         if GATES:  # rows behind a border see a part of these keys, those further behind none
@@ -484,15 +486,15 @@ def key_kernel(
         dk, dv, past, future = _key_range(
             dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
             ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees,
-            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS, CAUSAL,
-            GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM,
+            BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
                 dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
                 ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start,
-                sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, q0, D, BD, BM, BIAS,
-                CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD,
+                BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
         if DBIAS:
             sums_at = (b * H + h).to(tl.int64) * Tk + k0 + j

@@ -43,6 +43,7 @@ class Features(NamedTuple):
     blind: bool  # queries that see no key, which must not even be multiplied by zero
     tf32: bool
     dropout: int = 0  # its probability in units of 2^-31
+    part: bool = False  # whether its seed is that of a part of a longer sequence
 
 
 class Call(NamedTuple):
@@ -136,6 +137,7 @@ def _features(problem: Problem, bias: KernelBias) -> Features:
         tail=problem.causal and isinstance(start, int) and start + problem.q.shape[2] < problem.k.shape[2],
         tf32=problem.q.dtype == torch.float32 and allows_tf32(),
         dropout=threshold_of(problem.dropout),
+        part=problem.seed is not None and problem.seed.dim() > 0,
     )
 
 

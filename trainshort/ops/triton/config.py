@@ -174,6 +174,7 @@ class Config:
             "COARSE": COARSE[self.precision],
             "BLIND": features.blind,
             "DROPOUT": features.dropout,
+            "PART": features.part,
             "NB": self.buckets,
             "PARTS": self.unit_parts,
             "TOGETHER": min(1024, triton.next_power_of_2(max(self.units, self.key_units))),

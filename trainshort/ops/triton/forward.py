@@ -94,7 +94,7 @@ def mean_fall(LEVELS, first, end, nk):
 def _visit(
     acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq,
     start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass, grow,
-    s0, s1, k0,
+    s0, s1, key0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, DROPOUT: tl.constexpr,
@@ -142,7 +142,7 @@ def _visit(
             found = tl.where(matters, key if DOWN else key + BN, found)
             rest = tl.where(matters, 0.0, rest)
         if DROPOUT > 0:
-            w = tl.where(is_kept(s0[:, None], s1[:, None], (k0 + j)[None, :], DROPOUT), w, 0.0)
+            w = tl.where(is_kept(s0[:, None], s1[:, None], (key0 + j)[None, :], DROPOUT), w, 0.0)
         acc = acc * fade[:, None]
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
         if SIDED and (SIDE == MASKED or SIDE == NEAR):  # a weight of zero times a value that is not finite
@@ -164,7 +164,7 @@ def forward_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDED: tl.constexpr, WINDOWS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ORDERED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRACK: tl.constexpr,
-    COARSE: tl.constexpr, DROPOUT: tl.constexpr,
+    COARSE: tl.constexpr, DROPOUT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later queries see more: first come the longest
     b = tl.program_id(1)
@@ -251,14 +251,14 @@ def forward_kernel(
     rest = tl.zeros([BM], tl.float32)
     found = tl.zeros([BM], tl.int32) + near0
     grow = 1.0
-    s0, s1 = 0, 0
+    s0, s1, key0 = 0, 0, 0
     if DROPOUT > 0:
-        s0, s1 = head_numbers(SEED, b, h)
-        s0, s1 = query_numbers(s0, s1, q0 + r)
+        s0, s1, query0, key0 = head_numbers(SEED, b, h, H, q0, k0, PART)
+        s0, s1 = query_numbers(s0, s1, query0 + r)
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, near0, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale,
-        mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES, DROPOUT,
+        mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     if WINDOWS:
         near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
@@ -300,12 +300,12 @@ def forward_kernel(
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES, DROPOUT,
+        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
         acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
         nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1, DROPOUT,
+        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1, DROPOUT,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
@@ -331,14 +331,14 @@ def forward_kernel(
         acc, l, row_max, rest, found = _visit(
             acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
             nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
-            max_distance, log2_scale, mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK,
+            max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK,
             TMA, PRECISION, STAGES, DROPOUT,
         )  # fmt: skip
         acc, l, row_max, rest, found = _visit(
             acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
             nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset, max_distance,
-            log2_scale, mass, grow, s0, s1, k0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA, PRECISION,
-            1, DROPOUT,
+            log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA,
+            PRECISION, 1, DROPOUT,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)

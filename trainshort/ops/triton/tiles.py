@@ -28,7 +28,8 @@ is None:
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
     LEVELS AHEAD    of a DecayBias: c for earlier and for later keys, float64 [B or 1, H, Tk] (stride_level by row)
     GATE_FIRST AHEAD_END  of gates, like LEVELS: the first key that each position may see, and one past the last
-    SEED DROPOUT    of the dropout: int64; its probability in units of 2^-31, 0 for none
+    SEED PART       of the dropout: int64; whether there is one for each head, of a part of a longer sequence
+    DROPOUT         its probability in units of 2^-31, 0 for none
     SEES ORDER      by head: `sees` where heads differ; heads from steep to gentle where that is not their own order
     SEQ BLOCKS UNIT0  of ragged problems: see below; by block of ROWS: its document and its place in it; by document:
                     its first unit
@@ -250,13 +251,21 @@ def _mixed(x):
 
 
 @triton.jit
-def head_numbers(SEED, b, h):
-    """What a head of a row of the batch makes of the seed."""
-    seed = tl.load(SEED)
-    s0 = _mixed(seed.to(tl.uint32) ^ START0)
-    s1 = _mixed((seed >> 32).to(tl.uint32) ^ START1 ^ s0)
-    s0, s1 = _mixed(s0 ^ b.to(tl.uint32)), _mixed(s1 ^ b.to(tl.uint32))
-    return _mixed(s0 ^ h.to(tl.uint32)), _mixed(s1 ^ h.to(tl.uint32))
+def head_numbers(SEED, b, h, H, q0, k0, PART: tl.constexpr):
+    """What a head of a row of the batch makes of the seed, and the indices of its first query and key."""
+    if PART:
+        SEED += (b * H + h) * 3
+        both = tl.load(SEED)
+        s0, s1 = both.to(tl.uint32), (both >> 32).to(tl.uint32)
+        q0 += tl.load(SEED + 1).to(tl.int32)
+        k0 += tl.load(SEED + 2).to(tl.int32)
+    else:
+        seed = tl.load(SEED)
+        s0 = _mixed(seed.to(tl.uint32) ^ START0)
+        s1 = _mixed((seed >> 32).to(tl.uint32) ^ START1 ^ s0)
+        s0, s1 = _mixed(s0 ^ b.to(tl.uint32)), _mixed(s1 ^ b.to(tl.uint32))
+        s0, s1 = _mixed(s0 ^ h.to(tl.uint32)), _mixed(s1 ^ h.to(tl.uint32))
+    return s0, s1, q0, k0
 
 
 @triton.jit
