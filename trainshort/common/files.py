@@ -23,14 +23,27 @@ def partial_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def _errors_name(path: Path, partial: Path) -> Iterator[None]:
+    """Errors of the system name the path that was asked for, not where it is written before."""
+    try:
+        yield
+    except OSError as error:
+        if not str(error.filename).startswith(str(partial)):
+            raise
+        named = str(path) + str(error.filename)[len(str(partial)) :]
+        raise OSError(error.errno, error.strerror, named) from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` at the end of the block, or disappears if the block fails."""
     partial = partial_path(path)
     try:
-        yield partial
-        push_to_disk(partial)
-        os.replace(partial, path)
-        push_to_disk(path.parent)
+        with _errors_name(path, partial):
+            yield partial
+            push_to_disk(partial)
+            os.replace(partial, path)
+            push_to_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -45,12 +58,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise FileExistsError(f"{path}: is there already; the folder to write must not be there yet, or be empty")
     partial = partial_path(path.absolute())
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for file in partial.iterdir():
-            push_to_disk(file)
-        os.rename(partial, path)
-        push_to_disk(partial.parent)
+        with _errors_name(path, partial):
+            partial.mkdir(parents=True)
+            yield partial
+            for file in partial.iterdir():
+                push_to_disk(file)
+            os.rename(partial, path)
+            push_to_disk(partial.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
