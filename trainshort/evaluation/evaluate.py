@@ -139,7 +139,7 @@ def evaluate(
 def loaded(folder: str | Path, dtype: str | None, device: str | None) -> LanguageModel:
     model = load(folder, dtype=None if dtype is None else getattr(torch, dtype), device=device_for(device))
     if not isinstance(model, LanguageModel):
-        raise ValueError(f"{folder} holds an encoder: perplexity needs a language model")
+        raise ValueError(f"{folder} holds an encoder: perplexity and recall need a language model")
     return model
 
 
