@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.cli.errors import UsageError
+from trainshort.cli.settings import options_from
 from trainshort.cli.stopping import on_stop
+from trainshort.evaluation.about import place_for, with_options
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
 
@@ -37,6 +39,7 @@ EXAMPLES = """
   trainshort evaluate bloom-560m --lengths 2048 8192 --text book.txt     a public model, on a text of yours
   trainshort evaluate runs/alibi-256 --lengths 2048 8192 --text book.txt && \\
     trainshort report evaluations/bloom-560m runs/alibi-256              both side by side
+  trainshort evaluate runs/rotary-256 --set position.scaling=yarn        stretched for longer texts, not trained anew
   trainshort evaluate runs/alibi-256 --task recall --lengths 256 1024 4096
   torchrun --nproc-per-node 4 -m trainshort evaluate runs/alibi-256 --lengths 1000000 --context-parallel
 """
@@ -68,6 +71,14 @@ class Flags(EvaluateConfig):
         default=None,
         metadata={"help": "the folder for the figures (default: a run's own; evaluations/NAME for public models)"},
     )
+    set: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "options of the position method that are to be other than saved, such as position.scaling=yarn; "
+            "the figures go to evaluations/NAME",
+            "metavar": "NAME=VALUE",
+        },
+    )
     context_parallel: bool = field(
         default=False, metadata={"help": "share every window among the processes of torchrun, a span each"}
     )
@@ -88,15 +99,22 @@ class Flags(EvaluateConfig):
                 )
         return cls(**given)
 
+    @property
+    def position_options(self) -> dict[str, Any]:
+        model, position = options_from(self.set)
+        if model:
+            came = ", ".join(model)
+            raise UsageError(f"--set takes options of positions here, such as position.scaling=yarn; got {came}")
+        return position
+
 
 def run(flags: Flags) -> None:
-    from trainshort.evaluation.about import place_for
     from trainshort.evaluation.runs import open_run
 
     if flags.text is not None and flags.split != "validation":
         raise ValueError("split is for prepared data (--data): a text is scored whole")
     opened = open_run(flags.run, flags.data, flags.text)  # what is wrong with a run shows before torch is there
-    place = place_for(opened.folder, opened.config, flags.out)
+    place = place_for(opened.folder, opened.config, flags.out, flags.position_options)
     measure = _perplexity if flags.task == "perplexity" else _recall
     name = measure(flags, opened, place, flags.lengths or opened.usual_lengths())
     if name is None:  # another process tells of it
@@ -126,9 +144,17 @@ def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int
         records = _over_ranks(flags, opened, place, config)
     else:
         with on_stop(left), evaluation_progress(len(lengths)) as on_scored:
-            evaluate(opened.folder, opened.data, config, out=place, on_scored=on_scored, on_record=records.append)
+            evaluate(
+                opened.folder,
+                opened.data,
+                config,
+                out=place,
+                position_options=flags.position_options,
+                on_scored=on_scored,
+                on_record=records.append,
+            )
     if records:
-        print_table(evaluation_table(str(opened.folder), records))
+        print_table(evaluation_table(with_options(str(opened.folder), flags.position_options), records))
     return NAME if records else None
 
 
@@ -155,7 +181,13 @@ def _over_ranks(flags: Flags, opened: OpenedRun, place: Path, config: EvaluateCo
     mesh = init_device_mesh(device.type, (number_of_processes(),))  # starts the process group
     try:
         with context_parallel(mesh) as parallel:
-            records = evaluate(opened.folder, opened.data, replace(config, device=str(device)), out=place)
+            records = evaluate(
+                opened.folder,
+                opened.data,
+                replace(config, device=str(device)),
+                out=place,
+                position_options=flags.position_options,
+            )
         return records if parallel.rank == 0 else []
     finally:
         dist.destroy_process_group()
@@ -180,8 +212,16 @@ def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ..
         return _left(done, config.lengths, place / NAME)
 
     with on_stop(left), evaluation_progress(len(lengths)) as on_fed:
-        recall(opened.folder, opened.data, config, out=place, on_fed=on_fed, on_record=records.append)
-    print_table(recall_table(str(opened.folder), records))
+        recall(
+            opened.folder,
+            opened.data,
+            config,
+            out=place,
+            position_options=flags.position_options,
+            on_fed=on_fed,
+            on_record=records.append,
+        )
+    print_table(recall_table(with_options(str(opened.folder), flags.position_options), records))
     return NAME
 
 

@@ -11,12 +11,12 @@ each row is shared by C of them. A run may go on with another number of processe
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trainshort.cli.settings import options_from
 from trainshort.cli.stopping import on_stop
 from trainshort.training.config import TrainConfig
 from trainshort.training.launch import EndedByOthersError, is_launched, rank
@@ -61,7 +61,7 @@ class Flags(TrainConfig):
     def config(self) -> TrainConfig:
         known = {each.name for each in fields(TrainConfig)}
         chosen = {name: value for name, value in self.given.items() if name in known}
-        model, position = _options(self.set)
+        model, position = options_from(self.set)
         if model:
             chosen["model_options"] = model
         if position:
@@ -108,20 +108,3 @@ def run(flags: Flags) -> None:
         print(f"{folder}: was done already, with {before:,} steps; a larger --steps goes on")
     else:
         print(f"{folder}: done")
-
-
-def _options(settings: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the model and of the position method, from texts such as gated=true."""
-    model: dict[str, Any] = {}
-    position: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--set takes NAME=VALUE such as activation=silu, got {setting!r}")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        into, name = (position, name.removeprefix("position.")) if name.startswith("position.") else (model, name)
-        into[name] = value
-    return model, position

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainshort.common.checks import is_whole
@@ -57,23 +58,46 @@ def weights_of(folder: Path) -> str:
     return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
-def about_model(folder: Path, config: Mapping[str, Any], length: int | None, weights: str | None = None) -> Record:
+def with_options(text: str, options: Mapping[str, Any]) -> str:
+    """A name for a model, or for its weights, that computes positions with other options than it was saved with."""
+    return "-".join([text, *(f"{name}={value}" for name, value in sorted(options.items()))])
+
+
+def about_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    length: int | None,
+    weights: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Record:
     """What a report shows of a model, from its own files. config: of our model, as ModelConfig.to_dict gives it.
 
-    length: that it was trained at, where that is known. weights: their fingerprint.
+    length: that it was trained at, where that is known. weights: their fingerprint. options: of its position method,
+    that are other than saved.
     """
     known = {} if weights is None else {"weights": weights}
-    return {"name": folder.resolve().name, "folder": str(folder), **known, "length": length, "model": dict(config)}
+    name = with_options(folder.resolve().name, options)
+    return {"name": name, "folder": str(folder), **known, "length": length, "model": dict(config)}
 
 
-def place_for(folder: Path, config: Mapping[str, Any], out: str | Path | None) -> Path:
-    """The folder for a model's figures: as asked for, else a run's own or evaluations/NAME."""
-    if out is None and is_ours(config):
+def place_for(
+    folder: Path,
+    config: Mapping[str, Any],
+    out: str | Path | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """The folder for a model's figures: as asked for, else a run's own or evaluations/NAME. options: as above."""
+    if out is None and is_ours(config) and not options:
         place = folder
     else:
-        place = Path(FOLDER) / folder.resolve().name if out is None else Path(out)
+        place = Path(FOLDER) / with_options(folder.resolve().name, options) if out is None else Path(out)
     if place.resolve() != folder.resolve():
         check_place(place, NAME, RECALL)
+    elif options:
+        raise ValueError(
+            f"{folder} keeps the figures of the model as it was saved, and these are with other options of its "
+            "positions: name another folder for them with out (--out)"
+        )
     elif not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: cannot be written to; name another folder for the figures with out (--out)")
     return place

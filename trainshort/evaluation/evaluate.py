@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,14 @@ from trainshort.common.devices import device_for
 from trainshort.common.machine import Waiting
 from trainshort.common.reading import read_json
 from trainshort.data.plain import PlainText
-from trainshort.evaluation.about import about_model, check_same_model, is_ours, trained_length, weights_of
+from trainshort.evaluation.about import (
+    about_model,
+    check_same_model,
+    is_ours,
+    trained_length,
+    weights_of,
+    with_options,
+)
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.kept import kept_keys
 from trainshort.evaluation.memory import peak_memory
@@ -97,6 +105,7 @@ def evaluate(
     config: EvaluateConfig,
     *,
     out: str | Path | None = None,
+    position_options: Mapping[str, Any] = MappingProxyType({}),
     on_scored: Progress | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
@@ -105,8 +114,10 @@ def evaluate(
 
     data: TokenData, a PlainText, which is scored to its end, or an array of tokens, of which words and bytes are then
     not known. out: the folder for evaluation.json; None: a run's own, and of a public model nothing is written.
-    on_scored and on_record are told of progress. Inside `ts.context_parallel` the ranks share each
-    window, and the first one writes the file.
+    position_options: of a model in a folder, some that are to be other than saved, such as {"scaling": "yarn"}. A
+    scaling with neither a factor nor a trained_length takes the length that the run was trained at. on_scored and
+    on_record are told of progress. Inside `ts.context_parallel` the ranks share each window, and the first one
+    writes the file.
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length to evaluate at")
@@ -114,8 +125,7 @@ def evaluate(
     first, last = scored_span(
         len(text.tokens), config.lengths, limit=config.tokens, lead=config.lead, to_the_end=text.tokenizer is not None
     )
-    network = model if isinstance(model, LanguageModel) else loaded(model, config.dtype, config.device)
-    destination = None if isinstance(model, LanguageModel) else destination_of(Path(model), network, out)
+    network, destination = opened_model(model, config.dtype, config.device, out, position_options)
     check_vocabulary(text, network, first, last + 1)
     training = network.training
     network.eval()
@@ -136,8 +146,35 @@ def evaluate(
     return records
 
 
-def loaded(folder: str | Path, dtype: str | None, device: str | None) -> LanguageModel:
-    model = load(folder, dtype=None if dtype is None else getattr(torch, dtype), device=device_for(device))
+def opened_model(
+    model: LanguageModel | str | Path,
+    dtype: str | None,
+    device: str | None,
+    out: str | Path | None,
+    position_options: Mapping[str, Any],
+) -> tuple[LanguageModel, Destination | None]:
+    """The model, and where its figures go, if anywhere."""
+    if isinstance(model, (str, Path)):
+        options = _with_trained_length(Path(model), position_options)
+        network = loaded(model, dtype, device, options)
+        return network, destination_of(Path(model), network, out, options)
+    if position_options:
+        raise ValueError("position_options are for a model in a folder: load this one with them")
+    return model, None
+
+
+def _with_trained_length(folder: Path, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "scaling" not in options or "factor" in options or "trained_length" in options:
+        return options
+    length = trained_length(folder, read_json(folder / "config.json", "load takes the folder that holds config.json"))
+    return options if length is None else {**options, "trained_length": length}
+
+
+def loaded(
+    folder: str | Path, dtype: str | None, device: str | None, position_options: Mapping[str, Any]
+) -> LanguageModel:
+    dtypes = None if dtype is None else getattr(torch, dtype)
+    model = load(folder, dtypes, device_for(device), position_options=position_options)
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{folder} holds an encoder: perplexity and recall need a language model")
     return model
@@ -153,17 +190,20 @@ def check_vocabulary(text: Text, model: LanguageModel, first: int = 0, end: int 
         )
 
 
-def destination_of(folder: Path, model: LanguageModel, out: str | Path | None) -> Destination | None:
-    """Where the figures of the model in a folder go; None: nowhere, it is a public one and nobody named a place."""
+def destination_of(
+    folder: Path, model: LanguageModel, out: str | Path | None, options: Mapping[str, Any]
+) -> Destination | None:
+    """Where the figures of the model in a folder go; None: nowhere, as nobody named a place for those of a public
+    model, or of positions with other options than saved."""
     config = read_json(folder / "config.json", "load takes the folder that holds config.json")
-    if out is None and not is_ours(config):
+    if out is None and (options or not is_ours(config)):
         return None
-    place, weights = folder if out is None else Path(out), weights_of(folder)
-    if is_ours(config) and place.resolve() == folder.resolve():
+    place, weights = folder if out is None else Path(out), with_options(weights_of(folder), options)
+    if is_ours(config) and place.resolve() == folder.resolve() and not options:
         return Destination(place, weights, None)
     check_same_model(place, weights)
     place.mkdir(parents=True, exist_ok=True)
-    about = about_model(folder, model.config.to_dict(), trained_length(folder, config), weights)
+    about = about_model(folder, model.config.to_dict(), trained_length(folder, config), weights, options)
     return Destination(place, weights, about)
 
 

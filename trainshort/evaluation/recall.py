@@ -14,8 +14,9 @@ Trials are the same at every depth and, but for the filler, at every length.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,7 @@ from trainshort.evaluation.evaluate import (
     Data,
     Text,
     check_vocabulary,
-    destination_of,
-    loaded,
+    opened_model,
     tested_on,
     text_of,
     why_not_at,
@@ -96,12 +96,13 @@ def recall(
     config: RecallConfig,
     *,
     out: str | Path | None = None,
+    position_options: Mapping[str, Any] = MappingProxyType({}),
     on_fed: Progress | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
     """One record for each task and length. With a run's folder, each is also put into its recall.json at once.
 
-    data, out: as `evaluate` has them.
+    data, out, position_options: as `evaluate` has them.
     """
     if not config.lengths:
         raise ValueError("lengths must name at least one length")
@@ -111,8 +112,7 @@ def recall(
             f"the text has {len(text.tokens):,} tokens, too few to fill windows of "
             f"{max(config.lengths):,}: choose shorter lengths, or other data"
         )
-    network = loaded(model, config.dtype, config.device) if isinstance(model, (str, Path)) else model
-    destination = destination_of(Path(model), network, out) if isinstance(model, (str, Path)) else None
+    network, destination = opened_model(model, config.dtype, config.device, out, position_options)
     check_vocabulary(text, network)
     training = network.training
     network.eval()

@@ -91,7 +91,8 @@ def _refuse_encoder(folder: Path, config: dict[str, Any]) -> None:
         encoder = is_encoder(config)
     if encoder:
         raise ValueError(
-            f"{folder} holds an encoder, which sees both sides of a token: perplexity and recall need a language model"
+            f"{folder} holds an encoder, which sees both sides of a token: perplexity and recall need a language "
+            "model"
         )
 
 
