@@ -202,23 +202,26 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
+    def _dropped(self, x: Tensor) -> Tensor:
+        return self.dropout(x) if self.training else x
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.post:
             assert self.ffn_norm is not None
-            attended = self.attention_norm(x + self.dropout(self.attention(x, context)))
+            attended = self.attention_norm(x + self._dropped(self.attention(x, context)))
             x = attended if self.second_norm is None else self.second_norm(attended + x)
-            return self.ffn_norm(x + self.dropout(self.ffn(x)))
+            return self.ffn_norm(x + self._dropped(self.ffn(x)))
         if self.parallel:
             normed = self.attention_norm(x)
-            attended = self.dropout(self.attention(normed, context))
+            attended = self._dropped(self.attention(normed, context))
             other = normed if self.ffn_norm is None else self.ffn_norm(x)
-            return x + attended + self.dropout(self.ffn(other))
+            return x + attended + self._dropped(self.ffn(other))
         assert self.ffn_norm is not None
         if context.few_rows:  # no dropout: norms, layers and sums are one kernel each time
             x = self.attention(x, context, norm=self.attention_norm, residual=x)
             return self.ffn(x, norm=self.ffn_norm, residual=x, few_rows=True)
-        x = x + self.dropout(self.attention(self.attention_norm(x), context))
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+        x = x + self._dropped(self.attention(self.attention_norm(x), context))
+        return x + self._dropped(self.ffn(self.ffn_norm(x)))
 
 
 def call_block(block: nn.Module, x: Tensor, context: Context) -> Tensor:

@@ -62,9 +62,10 @@ def attend(problem: Problem) -> Tensor | None:
     slopes = _slope_rows(problem)
     if not _are_good(problem, slopes):
         return None
-    if problem.key_norms is not None and problem.key_norms.amin().item() < 0:
+    least, longest = _norms(problem)
+    if any(norm < 0 for row in least for norm in row):
         return None
-    done = _forward(problem, _lows(problem, slopes), slopes)
+    done = _forward(problem, _lows(problem, slopes, longest), slopes)
     return None if done is None else done[0]
 
 
@@ -81,7 +82,8 @@ def _are_good(problem: Problem, slopes: Slopes) -> bool:
 def windows_of(problem: Problem) -> Tensor:
     """The windows of this path in the form of certified windows: int32 [B, H, 1, 2]."""
     group = problem.q.shape[1] // problem.k.shape[1]
-    first = [[low // BLOCK for low in row for _ in range(group)] for row in _lows(problem, _slope_rows(problem))]
+    lows = _lows(problem, _slope_rows(problem), _norms(problem)[1])
+    first = [[low // BLOCK for low in row for _ in range(group)] for row in lows]
     low = torch.tensor(first, dtype=torch.int32, device="cpu")
     if low.shape[0] < problem.q.shape[0]:
         low = low.expand(problem.q.shape[0], -1)
@@ -102,7 +104,17 @@ def forward(problem: Problem, windows: Tensor) -> tuple[Tensor, Tensor] | None:
 Slopes = tuple[tuple[float, ...], ...]  # of every row of the batch, or one row for all
 
 
-def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
+def _norms(problem: Problem) -> tuple[list[list[float]], list[list[float]]]:
+    """The least and the largest of the norms that bound the keys, [B][Hkv]."""
+    norms = problem.key_norms
+    assert norms is not None
+    if norms.dim() == 2:
+        return norms.tolist(), norms.tolist()
+    least, largest = norms.aminmax(dim=-1)
+    return least.tolist(), largest.tolist()
+
+
+def _lows(problem: Problem, slopes: Slopes, longest: list[list[float]]) -> list[list[int]]:
     """The first key to read for each key head: one list for the whole batch, or one a row under padding.
 
     The tail with the largest norm so far, against the query's own key: with N = s‖q‖K - s q.k_own + ln(1/tolerance),
@@ -112,13 +124,11 @@ def _lows(problem: Problem, slopes: Slopes) -> list[list[int]]:
     batch, heads, _, dim = problem.q.shape
     keys, kv_heads = problem.k.shape[2], problem.k.shape[1]
     everything = -(-kv_heads // LANES) * keys * (FIXED + dim)
-    if problem.tolerance <= 0.0 or problem.key_norms is None or keys <= BLOCK or everything <= SEARCH:
+    if problem.tolerance <= 0.0 or keys <= BLOCK or everything <= SEARCH:
         if problem.key_padding_mask is None:
             return [[0] * kv_heads]
         rows = [[0] * kv_heads] * batch
     else:
-        norms = problem.key_norms
-        longest: list[list[float]] = (norms if norms.dim() == 2 else norms.amax(-1)).tolist()  # [B, Hkv]
         own = problem.k[:, :, -1:]
         grouped = _grouped(problem.q, kv_heads)
         scores: list[list[list[float]]] = (grouped * own).sum(-1).tolist()  # [B, Hkv, G]
