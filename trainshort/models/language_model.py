@@ -19,7 +19,7 @@ Prompt = TypeVar("Prompt", Tensor, str, list[str])  # what generate takes is wha
 
 
 class LanguageModel(Model):
-    """A causal transformer with a head over the vocabulary. Made from a ModelConfig, or by `ts.load` from a folder."""
+    """A causal transformer with a head over the vocabulary, made from a ModelConfig or by `ts.load` from a folder."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
