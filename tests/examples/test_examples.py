@@ -64,9 +64,9 @@ def test_fast_gpt(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_endless_text(capsys: pytest.CaptureFixture[str]) -> None:
-    load(EXAMPLES / "endless_text.py").main(4000, 2000)
+    load(EXAMPLES / "endless_text.py").main(2200, 1100)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "4,000 tokens with either cache: the same"
+    assert lines[-1] == "2,200 tokens with either cache: the same"
     (_, first, _, full, *_), (_, second, _, twice, *_) = (line.replace(",", "").split() for line in lines[1:3])
     assert int(twice) == 2 * int(full)
     assert int(second) == int(first) < int(full) / 4
@@ -74,11 +74,11 @@ def test_endless_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_irregular_times(capsys: pytest.CaptureFixture[str]) -> None:
-    load(EXAMPLES / "irregular_times.py").main(steps=120, lengths=[64, 512])
+    load(EXAMPLES / "irregular_times.py").main(steps=60, lengths=[64, 256])
     found = re.findall(r"fades by (\w+) +spans of +(\d+): ([\d.]+)", capsys.readouterr().out)
     errors = {(fades, int(length)): float(error) for fades, length, error in found}
-    assert errors["time", 512] < 1.1 * errors["time", 64] < 0.8
-    assert errors["time", 512] < errors["order", 512] < errors["nothing", 512]
+    assert errors["time", 256] < 1.1 * errors["time", 64] < 0.8
+    assert errors["time", 256] < errors["order", 256] < errors["nothing", 256]
 
 
 def test_the_times_of_irregular_times() -> None:
