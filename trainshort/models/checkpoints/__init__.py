@@ -93,7 +93,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     wanted = "load takes the folder that holds config.json"
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder}: no such folder; {wanted}, and downloads nothing: a model of a hub has to be brought into a "
-            "folder first (hf download OWNER/NAME --local-dir FOLDER)"
+            f"{folder}: no such folder; {wanted}, and downloads nothing: download a model of a hub to a folder "
+            "first (hf download OWNER/NAME --local-dir FOLDER)"
         )
     return read_json(folder / "config.json", wanted)
