@@ -147,6 +147,21 @@ def test_generation_ends_when_every_row_has() -> None:
         assert bool((out[row, end:] == free[row, end]).all())
 
 
+@pytest.mark.parametrize("options", [{}, {"bounded": True}, {"use_cache": False}], ids=str)
+def test_eos_token_id_is_another_name_of_stop_tokens(options: dict[str, Any]) -> None:
+    model, tokens, free = free_run(2)
+    one, two = int(free[0, 33]), int(free[1, 36])
+    expected = model.generate(tokens, stop_tokens=[one], **SAMPLED)
+    assert torch.equal(model.generate(tokens, eos_token_id=one, **SAMPLED, **options), expected)
+    columns: list[Tensor] = []
+    out = model.generate(
+        tokens, eos_token_id=[one, two], on_token=lambda column: columns.append(column.clone()), **SAMPLED, **options
+    )
+    assert torch.equal(out, model.generate(tokens, stop_tokens=[one, two], **SAMPLED))
+    assert out.shape[1] < 50
+    assert len(columns) == out.shape[1] - 30
+
+
 def test_a_stop_token_in_the_prompt_does_not_stop() -> None:
     model, tokens, free = free_run(1)
     said = next(token for token in tokens[0].tolist() if token not in free[0, 30:])
@@ -348,6 +363,12 @@ def test_arguments_that_cannot_be(use_cache: bool, options: dict[str, Any], matc
         ({"max_new_tokens": True}, TypeError, "max_new_tokens must be an int"),
         ({"stop_tokens": 3}, TypeError, "stop_tokens must be several token ids.*got 3"),
         ({"stop_tokens": "ab"}, TypeError, "stop_tokens must be several token ids"),
+        ({"stop_tokens": [3, 99]}, ValueError, r"stop_tokens must lie in \[0, 61\), the vocabulary; got 99"),
+        ({"eos_token_id": -1}, ValueError, r"eos_token_id must lie in \[0, 61\), the vocabulary; got -1"),
+        ({"eos_token_id": 2.0}, TypeError, "eos_token_id must be a token id, or several.*got 2.0"),
+        ({"eos_token_id": True}, TypeError, "eos_token_id must be a token id, or several.*got True"),
+        ({"eos_token_id": 3, "stop_tokens": [3]}, ValueError, "say the same thing: pass one of them"),
+        ({"eos_token": 3}, TypeError, "unexpected keyword argument 'eos_token'"),
         ({"seed": 2**64}, ValueError, "seed must be an int of 64 bits"),
         ({"tolerance": 0.1}, ValueError, "tolerance is an option of bounded caches"),
         ({"bounded": True, "use_cache": False}, ValueError, "bounded=True is a kind of cache"),
@@ -380,14 +401,18 @@ def test_a_prompt_holds_at_least_one_token(shape: tuple[int, ...]) -> None:
         language_model().generate(torch.zeros(shape, dtype=torch.int64), max_new_tokens=3)
 
 
-@pytest.mark.parametrize("prompt", ["a text", ["a text"], [[1, 2, 3]], None], ids=repr)
-def test_a_prompt_is_a_tensor(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", [[[1, 2, 3]], ["a text", 3], ("a text",), 3, None], ids=repr)
+def test_a_prompt_is_a_tensor_or_a_text(prompt: Any) -> None:
+    with pytest.raises(TypeError, match=r"tokens must be an int tensor .*, a string or a list of strings; got"):
+        language_model().generate(prompt, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("prompt", ["a text", ["a text"]], ids=repr)
+def test_a_text_needs_a_tokenizer(prompt: Any) -> None:
     with pytest.raises(
-        TypeError, match=rf"tokens must be an int tensor .*got {type(prompt).__name__}.*encode\(text\)"
+        TypeError, match=rf"got {type(prompt).__name__}: this model has no tokenizer .*encode\(text\)"
     ):
         language_model().generate(prompt, max_new_tokens=3)
-    with pytest.raises(TypeError, match="tokens must be an int tensor"):
-        language_model().generate(prompt)  # the same without options
 
 
 @pytest.mark.parametrize("bounded", [False, True])

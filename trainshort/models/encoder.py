@@ -11,11 +11,12 @@ from trainshort.models.layers import Trunk, make_norm, require_tokens
 from trainshort.models.linear import ACTIVATIONS
 from trainshort.models.model import Model
 from trainshort.ops.context import state
-from trainshort.ops.tracing import is_eager
 from trainshort.positions import build_position
 
 
 class Encoder(Model):
+    """A transformer that sees both sides of every token. Made from a ModelConfig(causal=False), or by `ts.load`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.causal:
@@ -38,8 +39,6 @@ class Encoder(Model):
 
         token_types: int [B, T], the segment of each token, for models that have them; None: all of them 0.
         """
-        if token_types is not None and self.config.token_types:  # of a model without, the trunk says so
-            self._check_token_types(token_types, tokens)
         return self.trunk(tokens, key_padding_mask=key_padding_mask, token_types=token_types)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -89,19 +88,4 @@ class Encoder(Model):
             raise ValueError(
                 "this encoder has no masked-token head (masked_head=False): it gives hidden states, and pool() gives "
                 "one vector a text"
-            )
-
-    def _check_token_types(self, token_types: Tensor, tokens: Tensor) -> None:
-        if token_types.shape != tokens.shape:
-            raise ValueError(f"token_types must be {list(tokens.shape)} like tokens, got {list(token_types.shape)}")
-        if token_types.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"token_types must be int32 or int64, got {token_types.dtype}")
-        if not is_eager(token_types) or token_types.device.type != "cpu" or token_types.numel() == 0:
-            return  # reading them would break the graph, or wait for the GPU
-        count = self.config.token_types
-        low, high = (int(value) for value in token_types.aminmax())
-        if low < 0 or high >= count:
-            raise ValueError(
-                f"token_types must lie in [0, {count}), as the model has token_types={count}; "
-                f"got {low if low < 0 else high}"
             )

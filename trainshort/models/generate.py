@@ -52,19 +52,10 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     on_token: Callable[[Tensor], None] | None = None,
     cuda_graph: bool | None = None,
 ) -> Tensor:
-    """Continue int tokens [B, T] by up to max_new_tokens: [B, T + new].
-
-    max_new_tokens: None goes on until all rows have ended, or on_token raises. temperature: 0 is greedy. top_k,
-    top_p: sample among the most probable tokens only. seed: makes sampling repeatable. stop_tokens: a row ends with
-    one of these, which then fills it up; generation ends when all rows have ended. key_padding_mask: bool [B, T],
-    False for left padding. bounded: with a cache whose memory does not grow with the text (see KeyValueCache);
-    tolerance: the softmax mass that a query may lose there, None for that of attention in the model's dtype.
-    on_token: called with each new column [B] in order; on a GPU a few steps late.
-    cuda_graph: on a GPU a step is captured and replayed, or a warning says why it can't be; False: never; True:
-    raise rather than warn.
-    """
+    """Continue int tokens [B, T]: [B, T + new]. The options are those of LanguageModel.generate."""
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
-    _check_tokens_and_seed(stop_tokens, seed)
+    if not (seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
+        raise ValueError(f"seed must be an int of 64 bits, or None; got {seed!r}")
     _check_cache(use_cache, bounded, tolerance)
     if key_padding_mask is not None:
         check_mask(key_padding_mask, tokens)
@@ -206,12 +197,25 @@ def _is_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _check_tokens_and_seed(stop_tokens: Collection[int], seed: int | None) -> None:
-    ids = stop_tokens.tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
+def stops_of(
+    stop_tokens: Collection[int] | None, eos_token_id: int | Collection[int] | None, vocab_size: int
+) -> Collection[int] | None:
+    """The tokens that end a row, by whichever name they were given; None where they were not."""
+    if stop_tokens is not None and eos_token_id is not None:
+        raise ValueError("stop_tokens and eos_token_id say the same thing: pass one of them")
+    name, given = ("stop_tokens", stop_tokens) if eos_token_id is None else ("eos_token_id", eos_token_id)
+    if given is None:
+        return None
+    ids: Any = given.tolist() if isinstance(given, Tensor) else given
+    if name == "eos_token_id" and _is_int(ids):
+        ids = (ids,)
     if not isinstance(ids, Collection) or not all(map(_is_int, ids)):
-        raise TypeError(f"stop_tokens must be several token ids, such as (0,) or a list; got {stop_tokens!r}")
-    if not (seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
-        raise ValueError(f"seed must be an int of 64 bits, or None; got {seed!r}")
+        one = "a token id, or " if name == "eos_token_id" else ""
+        raise TypeError(f"{name} must be {one}several token ids, such as (0,) or a list; got {given!r}")
+    for each in ids:
+        if not 0 <= each < vocab_size:
+            raise ValueError(f"{name} must lie in [0, {vocab_size}), the vocabulary; got {each}")
+    return [int(each) for each in ids]
 
 
 def _check_cache(use_cache: bool, bounded: bool, tolerance: float | None) -> None:

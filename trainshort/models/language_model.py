@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,10 +12,15 @@ from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
+from trainshort.models.prompts import Prompts, check_texts
 from trainshort.positions import build_position
+
+Prompt = TypeVar("Prompt", Tensor, str, list[str])  # what generate takes is what it gives
 
 
 class LanguageModel(Model):
+    """A causal transformer with a head over the vocabulary, made from a ModelConfig or by `ts.load` from a folder."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not config.causal:
@@ -73,12 +79,71 @@ class LanguageModel(Model):
             cache.expect_norms(*self.trunk.norm_bounds())
         return cache
 
-    def generate(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Continue tokens [B, T]; see trainshort.models.generate.generate for the options."""
-        from trainshort.models.generate import generate
+    def generate(  # noqa: PLR0913 - a public signature
+        self,
+        tokens: Prompt,
+        *,
+        max_new_tokens: int | None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_tokens: Collection[int] | None = None,
+        eos_token_id: int | Collection[int] | None = None,
+        key_padding_mask: Tensor | None = None,
+        use_cache: bool = True,
+        bounded: bool = False,
+        tolerance: float | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
+        cuda_graph: bool | None = None,
+    ) -> Prompt:
+        """Continue tokens or texts, one token after the other.
 
-        require_tokens("tokens", tokens)  # before Python misses an option
-        return generate(self, tokens, **options)
+        Args:
+            tokens: int [B, T]; or where the model has a tokenizer a string, or a list of them.
+            max_new_tokens: At most so many; None goes on until all rows have ended, or on_token raises.
+            temperature: 0 is greedy.
+            top_k, top_p: Sample among the most probable tokens only.
+            seed: Makes sampling repeatable.
+            stop_tokens: A row ends with one of these, which then fills it up; generation ends when all rows have
+                ended. None: the end of text of the tokenizer for strings, and none for tokens. (): none.
+            eos_token_id: The same under the name that transformers has for it: one token, or several.
+            key_padding_mask: bool [B, T], False for left padding. Strings are padded here.
+            use_cache: False computes the whole text again for each token.
+            bounded: With a cache whose memory does not grow with the text (see KeyValueCache).
+            tolerance: The softmax mass that a query may lose there; None: that of attention in the model's dtype.
+            on_token: Called with each new column [B] of tokens in order; on a GPU a few steps late.
+            cuda_graph: On a GPU a step is captured and replayed, or a warning says why it can't be; False: never;
+                True: raise rather than warn.
+
+        Returns:
+            What was given and what comes after it: int [B, T + new]; or a string, or a list of them, in which the
+            end of text is left out.
+
+        Example:
+            >>> model.generate(tokens, max_new_tokens=20, temperature=0.8, seed=0)
+            >>> model.generate("Once upon a time", max_new_tokens=20)  # a model with a tokenizer
+        """
+        from trainshort.models.generate import generate, stops_of
+
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+            "seed": seed, "use_cache": use_cache, "bounded": bounded, "tolerance": tolerance, "on_token": on_token,
+            "cuda_graph": cuda_graph,
+        }  # fmt: skip
+        stops = stops_of(stop_tokens, eos_token_id, self.config.vocab_size)
+        if isinstance(tokens, Tensor):
+            return generate(self, tokens, key_padding_mask=key_padding_mask, stop_tokens=stops or (), **options)
+        check_texts(tokens, self.tokenizer)
+        if key_padding_mask is not None:
+            raise ValueError("key_padding_mask goes with tokens; texts are padded by generate: leave it out")
+        texts = [tokens] if isinstance(tokens, str) else tokens
+        prompts = Prompts(texts, self.tokenizer, self.config.vocab_size, self.trunk.embedding.weight.device)
+        if stops is None:
+            stops = () if prompts.end is None else (prompts.end,)
+        out = generate(self, prompts.tokens, key_padding_mask=prompts.mask, stop_tokens=stops, **options)
+        found = prompts.continued(out, stops)
+        return found[0] if isinstance(tokens, str) else found
 
 
 def initialize(model: nn.Module, config: ModelConfig) -> None:

@@ -297,7 +297,9 @@ class Trunk(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         token_types: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
+        """Hidden states [B, T, d_model] of tokens [B, T]; those that each block gets are added to `states`."""
         self._check_tokens(tokens)
         if key_padding_mask is not None:
             check_mask(key_padding_mask, tokens)
@@ -317,7 +319,7 @@ class Trunk(nn.Module):
             positions = self._positions(tokens, key_padding_mask, cu_seqlens, span)
             position = self._position_for(length, cu_seqlens)
             context = Context(position, positions, position.bias(), None, key_padding_mask, cu_seqlens)
-            return self._hidden(tokens, token_types, context)
+            return self._hidden(tokens, token_types, context, states)
         self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
 
         def compute(part: Tensor) -> Tensor:
@@ -341,11 +343,16 @@ class Trunk(nn.Module):
         keys = [module.key_norm.largest() for module in modules if isinstance(module.key_norm, HeadNorm)]
         return torch.stack(queries), torch.stack(keys)
 
-    def _hidden(self, tokens: Tensor, token_types: Tensor | None, context: Context) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, token_types: Tensor | None, context: Context, states: list[Tensor] | None = None
+    ) -> Tensor:
         x = self.embedding(tokens)
         if self.token_types is not None:
-            kinds = torch.zeros_like(tokens) if token_types is None else token_types
-            x = x + self.token_types(kinds)
+            if token_types is None:
+                token_types = torch.zeros_like(tokens)
+            else:
+                self._check_token_types(token_types, tokens)
+            x = x + self.token_types(token_types)
         elif token_types is not None:
             raise ValueError("token_types were given, but the model has none (token_types=0)")
         x = context.position.embed(x, context.positions)
@@ -354,6 +361,8 @@ class Trunk(nn.Module):
         x = self.dropout(x)
         call = self._call_of_block(context.cache)
         for block in self.blocks:
+            if states is not None:
+                states.append(x)
             x = call(block, x, context)
         return x if self.final_norm is None else self.final_norm(x)
 
@@ -386,6 +395,21 @@ class Trunk(nn.Module):
         if int(low) < 0 or int(high) >= self.config.vocab_size:
             worst = int(low) if int(low) < 0 else int(high)
             raise ValueError(f"tokens must lie in [0, {self.config.vocab_size}), the vocabulary; got {worst}")
+
+    def _check_token_types(self, token_types: Tensor, tokens: Tensor) -> None:
+        if token_types.shape != tokens.shape:
+            raise ValueError(f"token_types must be {list(tokens.shape)} like tokens, got {list(token_types.shape)}")
+        if token_types.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"token_types must be int32 or int64, got {token_types.dtype}")
+        if not is_eager(token_types) or token_types.device.type != "cpu" or token_types.numel() == 0:
+            return  # reading them would break the graph, or wait for the GPU
+        count = self.config.token_types
+        low, high = (int(value) for value in token_types.aminmax())
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"token_types must lie in [0, {count}), as the model has token_types={count}; "
+                f"got {low if low < 0 else high}"
+            )
 
     def _enter_cache(
         self, cache: KeyValueCache, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None

@@ -7,7 +7,8 @@ holds would stay without values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -52,6 +53,81 @@ class Model(nn.Module):
         Memory grows with the number of layers by one hidden state each; a step takes about a third longer.
         """
         self.trunk.checkpoint_activations = on
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Hidden states by layer: of the embeddings, and after each block; the last ones are normed for the head.
+
+        They are those that transformers gives with output_hidden_states=True, and gradients flow through all.
+
+        Args:
+            tokens: int [B, T].
+            key_padding_mask: bool [B, T], True for real tokens.
+            cu_seqlens: Borders of documents packed into one row.
+            token_types: int [B, T], the segment of each token, for encoders that have them.
+
+        Returns:
+            num_layers + 1 tensors [B, T, d_model].
+
+        Example:
+            >>> embedded, *_, last = model.hidden_states(tokens)
+        """
+        states: list[Tensor] = []
+        last = self.trunk(
+            tokens,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            token_types=token_types,
+            states=states,
+        )
+        return *states, last
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        position_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """`ts.load`, which must find a model of this class in the folder. Nothing is ever downloaded.
+
+        Args:
+            folder: One that `ts.save` wrote, or that of a public ALiBi model.
+            dtype: None: that of the file.
+            device: None: the CPU.
+            position_options: Some that are to be other than saved.
+
+        Returns:
+            The model, in evaluation mode, with `.tokenizer` if the folder has a tokenizer.json.
+
+        Example:
+            >>> model = ts.LanguageModel.from_pretrained("path/to/bloom-560m", dtype=torch.bfloat16)
+        """
+        from trainshort.models.checkpoints import load_class
+
+        return load_class(cls, folder, dtype, device, position_options)
+
+    def save_pretrained(self, folder: str | Path, *, format: str = "trainshort") -> None:
+        """`ts.save(model, folder)`.
+
+        Args:
+            folder: Made if it is not there.
+            format: "trainshort", or "bloom" for a folder that transformers loads.
+
+        Example:
+            >>> model.save_pretrained("my-model")
+        """
+        from trainshort.models.checkpoints import save
+
+        save(self, folder, format=format)
 
     def head_loss(
         self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean"

@@ -11,7 +11,7 @@ The functions here check their arguments and describe the call as a `Problem`; d
     dropout.py     which weights are dropped
     results.py     what can be returned besides the output: log-sum-exp, windows
     reference.py   the specification: dense, reads like the formula
-    sdpa.py        torch's own kernels, where there is no bias
+    sdpa.py        torch's own kernels, where there is no bias; sdpa_arguments.py: the names of their arguments
     tracing.py     whether torch compiles, transforms or records a call
     windows.py     certified windows, from the bounds of norms.py and near.py
     context/       a sequence over several devices
@@ -37,6 +37,7 @@ from trainshort.ops.dispatch import HAS_TRITON, INTERPRETED, Explanation, backen
 from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.results import AttentionOutput, Windows
+from trainshort.ops.sdpa_arguments import SdpaArguments, causal_and_dropout
 from trainshort.ops.tracing import is_eager
 from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.values import check_values
@@ -66,7 +67,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     v: Tensor,
     slopes: Tensor | None = None,
     *,
-    causal: bool = True,
+    causal: bool | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -76,6 +77,10 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    is_causal: bool | None = None,
+    attn_mask: None = None,
+    dropout_p: float | None = None,
+    enable_gqa: bool | None = None,
 ) -> Tensor:
     """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
 
@@ -86,7 +91,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         v: Values, like k.
         slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad. (For heads without a
             penalty there is `attention`: a LinearBias takes slopes of 0.)
-        causal: A query sees its past and itself; False: both sides, symmetrically.
+        causal: A query sees its past and itself; False: both sides, symmetrically. None: True.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
             0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/attention.md.
@@ -104,6 +109,10 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             row, head, query and key, and is the same on every backend and device. None: a new one from torch's
             generator of q's device at each call.
         backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
+        is_causal, dropout_p: `causal` and `dropout` under their names in F.scaled_dot_product_attention. (Its causal
+            mask begins at the first key, so with Tq != Tk is_causal=True is refused unless `query_start` is given.)
+        enable_gqa: Says nothing new: grouped queries are always on.
+        attn_mask: None. For a mask there are `key_padding_mask` and `cu_seqlens`, for a bias `slopes`.
 
     Returns:
         The output, [B, H, Tq, D].
@@ -132,33 +141,40 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         dropout=dropout,
         seed=seed,
         backend=backend,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        enable_gqa=enable_gqa,
     )
 
 
 # What is returned depends on what is asked for: the output, or an AttentionOutput.
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
-    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: Literal[False] = False, return_windows: Literal[False] = False,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[False] = False,
+    return_windows: Literal[False] = False, backend: str = "auto", is_causal: bool | None = None,
+    attn_mask: None = None, dropout_p: float | None = None, enable_gqa: bool | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
-    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: Literal[True], return_windows: bool = False,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[True], return_windows: bool = False,
+    backend: str = "auto", is_causal: bool | None = None, attn_mask: None = None, dropout_p: float | None = None,
+    enable_gqa: bool | None = None,
 ) -> AttentionOutput: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True, scale: float | None = None,
-    tolerance: float | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    query_start: int | Tensor | None = None, key_norms: Tensor | None = None, dropout: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: bool = False, return_windows: Literal[True],
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, return_windows: Literal[True],
+    backend: str = "auto", is_causal: bool | None = None, attn_mask: None = None, dropout_p: float | None = None,
+    enable_gqa: bool | None = None,
 ) -> AttentionOutput: ...  # fmt: skip
 def attention(  # noqa: PLR0913  a public signature
     q: Tensor,
@@ -166,7 +182,7 @@ def attention(  # noqa: PLR0913  a public signature
     v: Tensor,
     *,
     bias: Bias | None = None,
-    causal: bool = True,
+    causal: bool | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -178,6 +194,10 @@ def attention(  # noqa: PLR0913  a public signature
     return_lse: bool = False,
     return_windows: bool = False,
     backend: str = "auto",
+    is_causal: bool | None = None,
+    attn_mask: None = None,
+    dropout_p: float | None = None,
+    enable_gqa: bool | None = None,
 ) -> Tensor | AttentionOutput:
     """Attention with a bias that depends on where queries and keys stand.
 
@@ -200,6 +220,10 @@ def attention(  # noqa: PLR0913  a public signature
         >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
         >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
     """
+    if not (is_causal is None and attn_mask is None and dropout_p is None and enable_gqa is None):
+        sdpa = SdpaArguments(is_causal, attn_mask, dropout_p, enable_gqa)
+        causal, dropout = _with_sdpa_arguments(sdpa, q, k, query_start, causal, dropout)
+    causal = True if causal is None else causal
     if state.current is not None:
         options = {
             "causal": causal, "scale": scale, "tolerance": tolerance, "key_padding_mask": key_padding_mask,
@@ -270,7 +294,11 @@ def explain(
         raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
     want_lse = bool(attention_kwargs.pop("return_lse", False))
     wants_windows = bool(attention_kwargs.pop("return_windows", False))
-    problem = make_problem(q, k, v, bias, wants_windows=wants_windows, **attention_kwargs)
+    options = {"causal": None, "dropout": 0.0, "query_start": None} | attention_kwargs
+    sdpa = SdpaArguments(*(options.pop(name, None) for name in SdpaArguments._fields))
+    start, causal, dropout = options["query_start"], options["causal"], options["dropout"]
+    options["causal"], options["dropout"] = causal_and_dropout(sdpa, q, k, start, causal, dropout)
+    problem = make_problem(q, k, v, bias, wants_windows=wants_windows, **options)
     check_values(problem)
     return dispatch.explain(problem, backend, fully=want_lse or wants_windows)
 
@@ -342,6 +370,16 @@ def certified_windows(  # noqa: PLR0913  a public signature
     )
     check_values(problem)
     return dispatch.certified_blocks(problem, block)
+
+
+def _with_sdpa_arguments(
+    sdpa: SdpaArguments, q: Tensor, k: Tensor, start: int | Tensor | None, causal: bool | None, dropout: float
+) -> tuple[bool, float]:
+    """`causal` and `dropout`, where arguments were given by the names that torch has for them."""
+    if state.current is None:
+        return causal_and_dropout(sdpa, q, k, start, causal, dropout)
+    found: tuple[bool, float] = state.current.checked(lambda: causal_and_dropout(sdpa, q, k, start, causal, dropout))
+    return found
 
 
 def _linear_bias(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> LinearBias:

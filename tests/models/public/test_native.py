@@ -54,6 +54,19 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_hidden_states(pair: tuple[Any, ts.LanguageModel]) -> None:
+    """One for the embeddings and one for each layer, the last after the final norm."""
+    theirs, ours = pair
+    tokens = random_tokens(2, SHORT, vocabulary=VOCABULARY)
+    with torch.no_grad():
+        mask = torch.ones(tokens.shape)
+        expected = theirs(tokens, attention_mask=mask, use_cache=False, output_hidden_states=True).hidden_states
+        found = ours.hidden_states(tokens)
+    assert len(found) == len(expected) == 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-5 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("length", [1, SHORT, LONG])
 def test_logits(pair: tuple[Any, ts.LanguageModel], length: int) -> None:
     theirs, ours = pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +14,9 @@ from trainshort.models.checkpoints import native, public
 from trainshort.models.checkpoints.export import save_bloom
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
+from trainshort.models.model import Model
 
+Wanted = TypeVar("Wanted", bound=Model)
 FORMATS: dict[str, Callable[[LanguageModel | Encoder, str | Path], None]] = {
     "trainshort": native.save,
     "bloom": save_bloom,
@@ -22,7 +24,7 @@ FORMATS: dict[str, Callable[[LanguageModel | Encoder, str | Path], None]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def save(model: LanguageModel | Encoder, folder: str | Path, *, format: str = "trainshort") -> None:
+def save(model: Model, folder: str | Path, *, format: str = "trainshort") -> None:
     """Write a model to a folder, with its tokenizer if it has one.
 
     format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new folder
@@ -30,9 +32,8 @@ def save(model: LanguageModel | Encoder, folder: str | Path, *, format: str = "t
     """
     if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
-    kind = type(model).__name__
-    if kind not in native.KINDS:
-        raise TypeError(f"save takes a LanguageModel or an Encoder, got {kind}")
+    if not isinstance(model, LanguageModel | Encoder) or type(model).__name__ not in native.KINDS:
+        raise TypeError(f"save takes a LanguageModel or an Encoder, got {type(model).__name__}")
     FORMATS[format](model, folder)
 
 
@@ -53,13 +54,46 @@ def load(
         allowed = ", ".join(map(str, DTYPES))
         raise ValueError(f"dtype must be one of {allowed}, or None for that of the file; got {dtype!r}")
     folder = Path(folder)
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; load takes the folder that holds config.json")
-    config = read_json(path, "load takes the folder that holds config.json")
+    config = _read_config(folder)
     file = folder / "tokenizer.json"
     tokenizer = read_tokenizer(file) if file.exists() else None
     reader = native if native.is_native(config) else public
     model = reader.load(folder, config, dtype, device, position_options or {})
     model.tokenizer = tokenizer
     return model.eval()
+
+
+def load_class(
+    wanted: type[Wanted],
+    folder: str | Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    position_options: Mapping[str, Any] | None,
+) -> Wanted:
+    """`load` for `from_pretrained` of a class: a folder that holds another is refused before its weights are read."""
+    name = wanted.__name__
+    if wanted not in native.KINDS.values():
+        raise TypeError(
+            f"ts.LanguageModel and ts.Encoder have from_pretrained, their subclasses have not; got {name}: build it "
+            "yourself and pass it what ts.load(folder).state_dict() gives"
+        )
+    config = _read_config(Path(folder))
+    held = config.get("kind") if native.is_native(config) else public.kind_of(config)
+    other = {"LanguageModel": "a language model", "Encoder": "an encoder"}.get(str(held))
+    if other is not None and held != name:
+        raise ValueError(
+            f"{folder} holds {other}: load it with ts.{held}.from_pretrained, or with ts.load, which takes both"
+        )
+    model = load(folder, dtype, device, position_options=position_options)
+    assert isinstance(model, wanted)
+    return model
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    wanted = "load takes the folder that holds config.json"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}: no such folder; {wanted}, and downloads nothing: download a model of a hub to a folder "
+            "first (hf download OWNER/NAME --local-dir FOLDER)"
+        )
+    return read_json(folder / "config.json", wanted)

@@ -33,6 +33,13 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     return any(family.is_family(config) for family in ENCODERS)
 
 
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The class of the model that a config describes; None where it is of no family."""
+    if not any(family.is_family(config) for family in FAMILIES.values()):
+        return None
+    return "Encoder" if is_encoder(config) else "LanguageModel"
+
+
 def load(
     folder: Path,
     config: dict[str, Any],

@@ -1,0 +1,74 @@
+"""The arguments of torch's scaled_dot_product_attention, in a call that was written for it.
+
+Those that mean the same here are taken. The others are answered with a sentence that names the argument to use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MASKS = (
+    "for padding pass key_padding_mask (bool [batch, keys], True where a key is real), for packed documents "
+    "cu_seqlens, and for earlier keys alone causal=True"
+)
+BIASES = (
+    "for a bias that depends on distance pass slopes to alibi_attention, or bias to attention (a LinearBias, "
+    "BucketBias, DecayBias or KerpleBias)"
+)
+
+
+class SdpaArguments(NamedTuple):
+    """As they were given; None where they were not."""
+
+    is_causal: bool | None
+    attn_mask: None
+    dropout_p: float | None
+    enable_gqa: bool | None
+
+
+def causal_and_dropout(
+    given: SdpaArguments, q: Tensor, k: Tensor, query_start: int | Tensor | None, causal: bool | None, dropout: float
+) -> tuple[bool, float]:
+    """What `causal` and `dropout` are with these arguments beside them."""
+    if given.attn_mask is not None:
+        raise TypeError(_about_mask(given.attn_mask))
+    for name in ("is_causal", "enable_gqa"):
+        value = getattr(given, name)
+        if not (value is None or isinstance(value, bool)):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and k.dim() == 4:  # others are refused later
+        _check_shapes(given, q, k, query_start)
+    if given.is_causal is not None:
+        if causal is not None and bool(causal) != given.is_causal:
+            raise ValueError(f"causal={causal} and is_causal={given.is_causal} differ: pass one of them")
+        causal = given.is_causal
+    if given.dropout_p is not None:
+        if dropout not in (0.0, given.dropout_p):
+            raise ValueError(f"dropout={dropout} and dropout_p={given.dropout_p} differ: pass one of them")
+        dropout = given.dropout_p
+    return True if causal is None else causal, dropout
+
+
+def _check_shapes(given: SdpaArguments, q: Tensor, k: Tensor, query_start: int | Tensor | None) -> None:
+    """Refuse what torch reads in another way than we do."""
+    if given.is_causal and query_start is None and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal=True with {q.shape[2]} queries and {k.shape[2]} keys: torch puts the first query at the "
+            "first key, and causal=True here the last query at the last key, as decoding wants it: pass causal=True "
+            "for that, and query_start=0 besides for what torch does"
+        )
+    if given.enable_gqa is False and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"enable_gqa=False, but q has {q.shape[1]} heads and k has {k.shape[1]}: grouped queries are always on "
+            "here, so leave enable_gqa out, or pass k and v with as many heads as q"
+        )
+
+
+def _about_mask(mask: object) -> str:
+    if not isinstance(mask, Tensor):
+        return f"attn_mask must be None, got {type(mask).__name__}: {MASKS}"
+    came = f"attn_mask must be None, got {mask.dtype} {list(mask.shape)}"
+    return f"{came}: {MASKS}" if mask.dtype == torch.bool else f"{came}: {BIASES}; {MASKS}"
