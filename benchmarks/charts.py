@@ -6,17 +6,16 @@ python benchmarks/charts.py            # writes docs/attention_gpu.svg
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from measured import RESULTS, ROOT, version
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-COLOURS = {128: "#1b6ca8", 64: "#d1495b"}
+COLOURS = {128: "#2f81c7", 64: "#d9536a"}
+INK = "#7d8590"  # of middling lightness, like all colours here: the page behind may be light or dark
 
 
 def ratio(ms: dict[str, dict[str, float]], other: str, ours: str = "ours") -> float:
@@ -53,7 +52,7 @@ def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
                 markersize=3.5,
                 label=f"{names[other, ours]}; head_dim {dim}",
             )
-    axes.axhline(1.0, color="0.6", linewidth=0.8)
+    axes.axhline(1.0, color=INK, linewidth=0.8)
     speeds_by_doublings(axes)
     axes.set_xticks([record["length"] for record in records if record["dim"] == 64])
     axes.set_xticklabels([f"{record['length']:,}" for record in records if record["dim"] == 64], fontsize=8)
@@ -80,7 +79,7 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
         [layer["kept"] for layer in layers],
         [ratio(layer["ms"], "FlexAttention") for layer in layers],
         "x",
-        color="black",
+        color="#c98500",
         label=f"layers of a trained model, {data['trained']['length']:,} tokens, head_dim 64",
     )
     speeds_by_doublings(axes)
@@ -93,17 +92,21 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 9})
+    plt.rcParams.update(dict.fromkeys(inks, INK))
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     by_length(left, data["records"])
     by_kept(right, data)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.9", linewidth=0.6)
+        axes.grid(color=INK, alpha=0.25, linewidth=0.6)
     about = data["about"]
-    figure.suptitle(f"ALiBi attention, {about['machine']}, {about['shapes']}", fontsize=10)
-    figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None})
+    figure.suptitle(
+        f"ALiBi attention, {about['machine']}, {about['shapes']}\n{version('attention_gpu')}", fontsize=9.5
+    )
+    figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None}, transparent=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import sources_hash
 from torch import Tensor
 
 import trainshort as ts
@@ -161,6 +162,7 @@ def about() -> dict[str, str]:
         "machine": machine,
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
+        "sources": sources_hash("context_parallel"),
         "shapes": f"random normal, causal, {HEADS} heads, head_dim {DIM}, forward + backward",
     }
 

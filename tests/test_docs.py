@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -27,15 +27,13 @@ def test_there_is_python_in_the_docs() -> None:
     assert len(BLOCKS) >= 3
 
 
-def test_tables_match_the_data() -> None:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+def test_tables_match_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = importlib.import_module("tables")
+    shown = {name for page in tables.PAGES for _, name, _ in tables.MARK.findall((ROOT / page).read_text())}
+    assert {"attention_cpu", "attention_gpu", "rivals_gpu", "context_parallel"} <= shown
     for page in tables.PAGES:
         text = (ROOT / page).read_text()
-        assert "| ---: |" in text
         assert tables.filled(text) == text, f"{page}: run python benchmarks/tables.py"
 
 
