@@ -53,7 +53,7 @@ def plan(length: int, ranks: int, dtype: torch.dtype) -> tuple[list[Plan], int]:
 
 
 def reaches(dtype: torch.dtype) -> list[int]:
-    """How far back each head needs keys, in whole blocks, by the formula of docs/attention.md:
+    """How far back each head needs keys, in whole blocks, by the formula of docs/context-parallel.md:
 
         W = max over rows p of (x_p K + ln(2/tolerance) - ln(1 - e^-m) - L_p) / m - p
 

@@ -89,7 +89,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         causal: A query sees its past and itself; False: both sides, symmetrically.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
-            0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/attention.md.
+            0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/proof.md.
         key_padding_mask: bool [B, Tk], True where a key is real, one contiguous run a row. Padding never leaks, and
             a query with no key to look at gives zeros.
         cu_seqlens: int [documents + 1]: borders of documents packed into one row (B = 1); attention and distances
