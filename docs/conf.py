@@ -19,9 +19,10 @@ project = "trainshort"
 release = trainshort.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 nitpicky = True
+default_role = "code"
 myst_heading_anchors = 4
 autodoc_typehints = "none"  # signatures would be all types: Args says what each argument is
-python_maximum_signature_line_length = 90
+add_module_names = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -31,6 +32,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f6fb2", "color-brand-content": "#1f6fb2"},
     "dark_css_variables": {"color-brand-primary": "#5aa9e6", "color-brand-content": "#5aa9e6"},
@@ -39,9 +41,11 @@ html_theme_options = {
 
 def link_sources(app: Sphinx, doctree: nodes.document) -> None:
     """Links to files of the repository, which Sphinx would offer for download, lead to pages that show them."""
-    for node in list(doctree.findall(addnodes.download_reference)):
-        path = posixpath.normpath(posixpath.join("docs", node["reftarget"]))
-        if (ROOT / path).is_file():
+    links = [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]
+    for node in links:
+        target = node["reftarget"] + (".md" if node.get("refdomain") == "doc" else "")
+        path = posixpath.relpath(posixpath.join(app.srcdir, target), ROOT)
+        if not path.startswith("docs/") and (ROOT / path).is_file():
             app.env.trainshort_sources = {*getattr(app.env, "trainshort_sources", ()), path}  # type: ignore[attr-defined]
             node.replace_self(nodes.reference("", "", *node.children, refuri=f"source/{path}.html", internal=True))
 

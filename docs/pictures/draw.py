@@ -47,7 +47,7 @@ def scores() -> str:
     parts = [
         text(left + tokens * cell / 2, 28, "how well query and key match", size=15),
         text(right + tokens * cell / 2, 28, "how far apart they stand", size=15),
-        text((left + tokens * cell + right) / 2 - 24, top + tokens * cell / 2 + 4, "+", size=30),
+        text((left + tokens * cell + right) / 2 - 34, top + tokens * cell / 2 + 4, "+", size=30),
         text((left + tokens * cell + right) / 2 + 14, top + tokens * cell / 2 + 4, "m ×", size=22, colour=BLUE),
     ]
     for i in range(tokens):
@@ -152,7 +152,7 @@ def tail() -> str:
         line([(left, tolerance), (left + width, tolerance)], AMBER, width=1.5, dashes="6 4"),
         text(left + width - 8, tolerance - 8, "tolerance: one rounding of float32", colour=AMBER, anchor="end"),
         line([(left, top), (left, top + height), (left + width, top + height)], INK),
-        text(*place(190, -4), "the most they can weigh", colour=ROSE, anchor="start"),
+        text(*place(200, -3.6), "the most they can weigh", colour=ROSE, anchor="start"),
         text(*place(330, -36), "what they weigh", colour=BLUE, anchor="end"),
         text(left + width / 2, top + height + 42, "distance in tokens"),
         text(left - 8, 18, "weight of all keys at this distance or more", anchor="start"),

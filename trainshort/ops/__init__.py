@@ -77,7 +77,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
+    """Attention with a linear penalty on distance: `softmax(scale q.k - slope |i - j|) v`.
 
     Args:
         q: Queries [B, H, Tq, D]. Any strides; float16, bfloat16, float32 or float64. They are right-aligned to the
@@ -197,8 +197,8 @@ def attention(  # noqa: PLR0913  a public signature
         asked for is None.
 
     Example:
-        >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
-        >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
+        >>> out = ts.attention(q, k, v, bias=ts.BucketBias(torch.zeros(32, 8)))
+        >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), return_lse=True)
     """
     if state.current is not None:
         options = {
@@ -254,15 +254,21 @@ def explain(
     Nothing is computed but the windows, whose sizes are read back: on a GPU, that waits for it.
 
     Args:
-        q, k, v, bias, backend: As in `attention`.
+        q: As in `attention`, like all others.
+        k: Keys.
+        v: Values.
+        bias: A bias, or None.
+        backend: The one to ask for.
         **attention_kwargs: The other arguments of `attention`.
 
     Returns:
-        An Explanation: `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints as a
+        An Explanation with `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints as a
         short text.
 
     Example:
-        >>> print(ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8))))
+        >>> explanation = ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)))
+        >>> explanation.backend
+        'blocked'
     """
     check_backend(backend)
     unknown = sorted(set(attention_kwargs) - set(inspect.signature(attention).parameters))
@@ -300,8 +306,11 @@ def certified_windows(  # noqa: PLR0913  a public signature
     `blocked` backend visits everything.
 
     Args:
-        slopes: [H] or [B, H]; None: the paper's. Or instead of it
-        bias: A LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with logarithmic=False.
+        q: Queries [B, H, Tq, D].
+        k: Keys [B, Hkv, Tk, D].
+        slopes: [H] or [B, H]; None: the paper's.
+        bias: Instead of slopes: a LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with
+            logarithmic=False.
         block: Queries and keys of a block.
 
     All other arguments as in `alibi_attention`.
@@ -312,7 +321,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
     Example:
         >>> windows = ts.certified_windows(q, k)
-        >>> (windows[..., 1] - windows[..., 0]).sum()  # key blocks visited
+        >>> visited = (windows[..., 1] - windows[..., 0]).sum()  # key blocks
     """
     if not isinstance(q, Tensor) or q.dim() != 4:
         check_tensors(q, k, None)
