@@ -1,6 +1,6 @@
 """Draw the charts of the docs from the measured data beside this script.
 
-python benchmarks/charts.py            # writes docs/attention_gpu.svg
+python benchmarks/charts.py            # writes docs/attention_gpu.svg and docs/demo.svg
 """
 
 from __future__ import annotations
@@ -91,10 +91,40 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
     axes.set_title("what it depends on", fontsize=10)
 
 
-def main() -> None:
-    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 10})
-    plt.rcParams.update(dict.fromkeys(inks, INK))
+def by_test_length(axes: Any, records: list[dict[str, Any]]) -> None:
+    """Perplexity by test length, each line named at its right end."""
+    names = {"alibi": "ALiBi", "rotary": "rotary", "t5": "T5", "sinusoidal": "sinusoidal"}
+    colours = {"alibi": COLOURS[128], "rotary": COLOURS[64], "t5": "#2a9d72", "sinusoidal": "#c98500"}
+    trained, longest = records[0]["trained_length"], records[0]["lengths"][-1]
+    for record in records:
+        name, last = record["position"], record["perplexities"][-1]
+        width = 2.6 if name == "alibi" else 1.4
+        axes.plot(record["lengths"], record["perplexities"], "o-", color=colours[name], linewidth=width, markersize=4)
+        axes.annotate(
+            f"{names[name]} {last:.1f}", (longest, last), (7, -3), textcoords="offset points", color=colours[name]
+        )
+    axes.axvspan(trained, longest, color=INK, alpha=0.08, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(trained / 1.15, longest * 2)
+    lengths = records[0]["lengths"]
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_yticks([5, 10, 20], ["5", "10", "20"])
+    axes.minorticks_off()
+    axes.set_xlabel(f"test length in tokens; all trained at {trained}")
+    axes.set_ylabel("perplexity, lower is better")
+
+
+def extrapolation() -> None:
+    data = json.loads((RESULTS / "demo.json").read_text())
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    by_test_length(axes, data["records"])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"make demo: a small model, one seed, nothing tuned\n{version('demo')}", fontsize=9.5)
+    figure.savefig(ROOT / "docs" / "demo.svg", metadata={"Date": None}, transparent=True)
+
+
+def speed() -> None:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     by_length(left, data["records"])
@@ -107,6 +137,14 @@ def main() -> None:
         f"ALiBi attention, {about['machine']}, {about['shapes']}\n{version('attention_gpu')}", fontsize=9.5
     )
     figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None}, transparent=True)
+
+
+def main() -> None:
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 10})
+    plt.rcParams.update(dict.fromkeys(inks, INK))
+    speed()
+    extrapolation()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ MEASURED = {  # by the name of the result's file, without its ending
     "bounded": (*ON_CPU, *ON_GPU, *MODELS),
     "context_parallel": (*ON_CPU, "trainshort/ops/context/*.py"),
     "decay_gpu": ON_GPU,
+    "demo": (*ON_CPU, *RUNS, "trainshort/evaluation/*.py", "trainshort/experiments/*.py"),
     "distributed": (*ON_CPU, *ON_GPU, *RUNS),
     "evaluation_cpu": (*ON_CPU, *MODELS, "trainshort/evaluation/*.py"),
     "models_cpu": (*ON_CPU, *MODELS),

@@ -92,5 +92,6 @@ def test_the_commit_in_the_list_is_the_one_measured(changed: ModuleType) -> None
     assert "measured abc1234" in wrong
 
 
-def test_the_chart_says_of_which_code_it_is(measured: ModuleType) -> None:
-    assert f"<!-- {measured.version('attention_gpu')} -->" in (ROOT / "docs" / "attention_gpu.svg").read_text()
+@pytest.mark.parametrize("name", ["attention_gpu", "demo"])
+def test_the_chart_says_of_which_code_it_is(name: str, measured: ModuleType) -> None:
+    assert f"<!-- {measured.version(name)} -->" in (ROOT / "docs" / f"{name}.svg").read_text()
