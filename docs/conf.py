@@ -31,6 +31,7 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = "trainshort"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

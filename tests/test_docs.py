@@ -103,6 +103,7 @@ def test_public_names_are_documented(name: str) -> None:
             assert re.search(rf"^    \**{each}: ", text, re.MULTILINE), f"nothing is said of {each}"
     if not inspect.isclass(value) and inspect.signature(value).return_annotation != "None" and name not in ELSEWHERE:
         assert "\nReturns:\n" in text
+        assert not re.search(r"\nReturns:\n[^\n]*: ", text), "what stands before a colon would be shown as a type"
 
 
 @pytest.fixture

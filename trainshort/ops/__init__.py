@@ -262,8 +262,8 @@ def explain(
         **attention_kwargs: The other arguments of `attention`.
 
     Returns:
-        An Explanation with `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints as a
-        short text.
+        An Explanation with `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints
+        as a short text.
 
     Example:
         >>> explanation = ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)))

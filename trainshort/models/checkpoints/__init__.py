@@ -30,9 +30,9 @@ def save(model: LanguageModel | Encoder, folder: str | Path, *, format: str = "t
     Args:
         model: A LanguageModel or an Encoder.
         folder: Where to; it is made.
-        format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new folder
-            that transformers loads, for models of BLOOM's shape. A model of another shape is refused with all that
-            differs.
+        format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new
+            folder that transformers loads, for models of BLOOM's shape. A model of another shape is refused with all
+            that differs.
 
     Example:
         >>> ts.save(model, "my-model")

@@ -99,7 +99,7 @@ def context_parallel(
         group: A process group, instead of a mesh.
 
     Returns:
-        A ContextParallel, whose `sent` counts bytes: for bounds, keys and gradients, beside those of ring attention.
+        A ContextParallel, whose `sent` counts bytes of bounds, keys and gradients, beside those of ring attention.
 
     Example:
         >>> with ts.context_parallel(torch.distributed.group.WORLD) as parallel:  # or a mesh
