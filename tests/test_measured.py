@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,15 @@ def test_every_pattern_finds_sources(measured: ModuleType) -> None:
     for name, patterns in measured.MEASURED.items():
         for pattern in patterns:
             assert any(ROOT.glob(pattern)), (name, pattern)
+
+
+def test_every_benchmark_stores_the_hash_of_what_it_measured(measured: ModuleType) -> None:
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text()]
+    assert len(scripts) > 5
+    for path in scripts:
+        calls = re.findall(r"(?:sources_hash\(|about\(.*, )\"(\w+)\"\)", path.read_text())
+        assert calls == [path.stem], path.name
+        assert path.stem in measured.MEASURED
 
 
 @pytest.fixture
