@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LM_EVAL := .venv-lm-eval
+DOCS := .venv-docs
 
-.PHONY: test test-all test-interpreter test-lm-eval test-gpu check format bench demo clean
+.PHONY: test test-all test-interpreter test-lm-eval test-gpu check docs format bench demo clean
 
 INTERPRETED := tests/ops/contract tests/ops/triton
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
@@ -28,11 +29,15 @@ test-lm-eval: $(LM_EVAL)/.ready  ## the adapter for lm_eval, in an environment o
 test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: some minutes
 	$(PYTHON) scripts/test_gpu.py
 
-check: $(READY)  ## lint, format, types, and the wheel imported in a clean environment
+check: $(READY) docs  ## lint, format, types, the docs site, and the wheel imported in a clean environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_wheel.py
+
+docs: $(DOCS)/.ready  ## the docs site in build/docs; any warning is an error
+	OMP_NUM_THREADS=1 $(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo build/docs/index.html
 
 format: $(READY)  ## put the code into its standard form
 	$(BIN)/ruff check --fix .
@@ -52,12 +57,14 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 # torch and the other packages of .venv are used from there. accelerate is for lm_eval's own adapter for transformers.
-$(LM_EVAL)/.ready: $(READY)
-	$(PYTHON) -m venv --clear $(LM_EVAL)
+$(LM_EVAL)/.ready: PACKAGES := lm_eval accelerate
+$(DOCS)/.ready: PACKAGES := sphinx myst-parser furo sphinx-copybutton
+$(LM_EVAL)/.ready $(DOCS)/.ready: $(READY)
+	$(PYTHON) -m venv --clear $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(LM_EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
-	$(LM_EVAL)/bin/python -m pip install --quiet --constraint constraints.txt lm_eval accelerate
-	touch $(LM_EVAL)/.ready
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES)
+	touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LM_EVAL) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measured import sources_hash
 
 import trainshort as ts
 
@@ -164,8 +165,8 @@ def commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def about(threads: int) -> dict[str, str]:
-    """Where and with what something was measured."""
+def about(threads: int, result: str) -> dict[str, str]:
+    """Where, with what and of which sources something was measured; result: its name in measured.py."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -173,6 +174,7 @@ def about(threads: int) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit(),
+        "sources": sources_hash(result),
     }
 
 
@@ -202,7 +204,7 @@ def main() -> None:
                 beside.append(measure(length, options.seconds, backward=True))
                 print(line(beside[-1]), flush=True)
     if options.out:
-        header = about(options.threads) | {"shapes": SHAPES}
+        header = about(options.threads, "attention_cpu") | {"shapes": SHAPES}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({"about": header, "records": records, "beside": beside}, indent=1) + "\n")
 

@@ -39,6 +39,7 @@ from contenders_gpu import (
     measure,
     peak,
 )
+from measured import sources_hash
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
@@ -222,6 +223,7 @@ def main() -> None:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": options.commit,
+        "sources": sources_hash("attention_gpu"),
         "shapes": f"bfloat16, causal, {HEADS} heads, {TOKENS:,} tokens (one row beyond)",
     }
     results: dict[str, Any] = {"about": about}

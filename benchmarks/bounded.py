@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import sources_hash
 from torch import Tensor
 
 import trainshort as ts
@@ -112,6 +113,7 @@ def main() -> None:
         print(json.dumps(record), flush=True)
     if options.out:
         about = {key: str(value) for key, value in vars(options).items()} | {"torch": torch.__version__}
+        about["sources"] = sources_hash("bounded")
         options.out.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
 
 

@@ -1,22 +1,21 @@
 """Draw the charts of the docs from the measured data beside this script.
 
-python benchmarks/charts.py            # writes docs/attention_gpu.svg
+python benchmarks/charts.py            # writes docs/attention_gpu.svg and docs/demo.svg
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from measured import RESULTS, ROOT, version
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-COLOURS = {128: "#1b6ca8", 64: "#d1495b"}
+COLOURS = {128: "#2f81c7", 64: "#d9536a"}
+INK = "#7d8590"  # of middling lightness, like all colours here: the page behind may be light or dark
 
 
 def ratio(ms: dict[str, dict[str, float]], other: str, ours: str = "ours") -> float:
@@ -37,8 +36,8 @@ def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
         ("FlexAttention", "ours, tolerance 0"): ":",
     }
     names = {
-        ("FlexAttention", "ours"): "of FlexAttention, ALiBi",
-        ("cuDNN, no bias", "ours"): "of cuDNN, no bias at all",
+        ("FlexAttention", "ours"): "of FlexAttention",
+        ("cuDNN, no bias", "ours"): "of cuDNN without bias",
         ("FlexAttention", "ours, tolerance 0"): "nothing skipped, of FlexAttention",
     }
     for dim, colour in COLOURS.items():
@@ -51,16 +50,16 @@ def by_length(axes: Any, records: list[dict[str, Any]]) -> None:
                 color=colour,
                 marker="o",
                 markersize=3.5,
-                label=f"{names[other, ours]}; head_dim {dim}",
+                label=f"{names[other, ours]}, {dim}",
             )
-    axes.axhline(1.0, color="0.6", linewidth=0.8)
+    axes.axhline(1.0, color=INK, linewidth=0.8)
     speeds_by_doublings(axes)
     axes.set_xticks([record["length"] for record in records if record["dim"] == 64])
-    axes.set_xticklabels([f"{record['length']:,}" for record in records if record["dim"] == 64], fontsize=8)
+    axes.set_xticklabels([f"{record['length']:,}" for record in records if record["dim"] == 64], fontsize=9)
     axes.set_xlabel("sequence length")
     axes.set_ylabel("speed, forward + backward")
-    axes.legend(fontsize=7, frameon=False)
-    axes.set_title("random normal q, k, v", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title("random normal q, k, v; head_dim 64 and 128", fontsize=10)
 
 
 def by_kept(axes: Any, data: dict[str, Any]) -> None:
@@ -80,30 +79,72 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
         [layer["kept"] for layer in layers],
         [ratio(layer["ms"], "FlexAttention") for layer in layers],
         "x",
-        color="black",
-        label=f"layers of a trained model, {data['trained']['length']:,} tokens, head_dim 64",
+        color="#c98500",
+        label="layers of a trained model",
     )
     speeds_by_doublings(axes)
     axes.set_xticks([0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0])
     axes.set_xticklabels(["3%", "6%", "12%", "25%", "50%", "100%"])
     axes.set_xlabel("keys that the forward pass visits")
     axes.set_ylabel("speed of FlexAttention's")
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=8, frameon=False)
     axes.set_title("what it depends on", fontsize=10)
 
 
-def main() -> None:
-    plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 9})
+def by_test_length(axes: Any, records: list[dict[str, Any]]) -> None:
+    """Perplexity by test length, each line named at its right end."""
+    names = {"alibi": "ALiBi", "rotary": "rotary", "t5": "T5", "sinusoidal": "sinusoidal"}
+    colours = {"alibi": COLOURS[128], "rotary": COLOURS[64], "t5": "#2a9d72", "sinusoidal": "#c98500"}
+    trained, longest = records[0]["trained_length"], records[0]["lengths"][-1]
+    for record in records:
+        name, last = record["position"], record["perplexities"][-1]
+        width = 2.6 if name == "alibi" else 1.4
+        axes.plot(record["lengths"], record["perplexities"], "o-", color=colours[name], linewidth=width, markersize=4)
+        axes.annotate(
+            f"{names[name]} {last:.1f}", (longest, last), (7, -3), textcoords="offset points", color=colours[name]
+        )
+    axes.axvspan(trained, longest, color=INK, alpha=0.08, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(trained / 1.15, longest * 2)
+    lengths = records[0]["lengths"]
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_yticks([5, 10, 20], ["5", "10", "20"])
+    axes.minorticks_off()
+    axes.set_xlabel(f"test length in tokens; all trained at {trained}")
+    axes.set_ylabel("perplexity, lower is better")
+
+
+def extrapolation() -> None:
+    data = json.loads((RESULTS / "demo.json").read_text())
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    by_test_length(axes, data["records"])
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"make demo: a small model, one seed, nothing tuned\n{version('demo')}", fontsize=9.5)
+    figure.savefig(ROOT / "docs" / "demo.svg", metadata={"Date": None}, transparent=True)
+
+
+def speed() -> None:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     by_length(left, data["records"])
     by_kept(right, data)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.9", linewidth=0.6)
+        axes.grid(color=INK, alpha=0.25, linewidth=0.6)
     about = data["about"]
-    figure.suptitle(f"ALiBi attention, {about['machine']}, {about['shapes']}", fontsize=10)
-    figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None})
+    figure.suptitle(
+        f"ALiBi attention, {about['machine']}, {about['shapes']}\n{version('attention_gpu')}", fontsize=9.5
+    )
+    figure.savefig(ROOT / "docs" / "attention_gpu.svg", metadata={"Date": None}, transparent=True)
+
+
+def main() -> None:
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 10})
+    plt.rcParams.update(dict.fromkeys(inks, INK))
+    speed()
+    extrapolation()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import sources_hash
 from torch import Tensor
 
 import trainshort as ts
@@ -52,7 +53,7 @@ def plan(length: int, ranks: int, dtype: torch.dtype) -> tuple[list[Plan], int]:
 
 
 def reaches(dtype: torch.dtype) -> list[int]:
-    """How far back each head needs keys, in whole blocks, by the formula of docs/attention.md:
+    """How far back each head needs keys, in whole blocks, by the formula of docs/context-parallel.md:
 
         W = max over rows p of (x_p K + ln(2/tolerance) - ln(1 - e^-m) - L_p) / m - p
 
@@ -161,6 +162,7 @@ def about() -> dict[str, str]:
         "machine": machine,
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
+        "sources": sources_hash("context_parallel"),
         "shapes": f"random normal, causal, {HEADS} heads, head_dim {DIM}, forward + backward",
     }
 

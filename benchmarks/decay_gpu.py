@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 from contenders_gpu import HEADS, TOKENS, inputs, measure
+from measured import sources_hash
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
@@ -142,6 +143,7 @@ def main() -> None:
             "triton": triton.__version__,
             "python": platform.python_version(),
             "commit": options.commit,
+            "sources": sources_hash("decay_gpu"),
             "shapes": f"bfloat16, causal, {HEADS} heads, {TOKENS:,} tokens (one row beyond)",
         }
     }

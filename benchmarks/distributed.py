@@ -89,7 +89,7 @@ def main() -> None:
         records[-1]["waiting"] = max(waited for _, waited in figures)
         print(f"{name:<10} {speed:>12,.0f} tokens/s, {speed / plain:.3f} x plain")
     if options.out:
-        header = about(1) | {"device": options.device, "flags": f"{SIZES[options.device]} {OTHERS}"}
+        header = about(1, "distributed") | {"device": options.device, "flags": f"{SIZES[options.device]} {OTHERS}"}
         options.out.write_text(json.dumps({"about": header, "records": records}, indent=1) + "\n")
 
 

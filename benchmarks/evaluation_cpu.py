@@ -50,7 +50,7 @@ def main() -> None:
         print(f"{run.folder.name:<24} {middle:8.2f} s  {ratio:5.2f} x the first", flush=True)
     if options.out:
         shape = models[0].config
-        header = about(options.threads) | {
+        header = about(options.threads, "evaluation_cpu") | {
             "length": options.length,
             "model": f"{shape.num_layers} layers, d_model {shape.d_model}, {shape.num_heads} heads",
         }

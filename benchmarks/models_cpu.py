@@ -98,7 +98,9 @@ def main() -> None:
     with busy_neighbour():
         compare_decoding(", beside a busy process")
     if options.out:
-        options.out.write_text(json.dumps({"about": about(options.threads), "records": records}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"about": about(options.threads, "models_cpu"), "records": records}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

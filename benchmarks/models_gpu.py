@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import triton
 from contenders_models import bloom, plain_gpt
+from measured import sources_hash
 from torch import Tensor
 
 import trainshort as ts
@@ -346,6 +347,7 @@ def main() -> None:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": options.commit,
+        "sources": sources_hash("models_gpu"),
     }
     results: dict[str, Any] = {"about": about, "limits": limits()}
     parts: dict[str, Callable[[], Any]] = {

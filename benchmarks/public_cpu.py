@@ -77,7 +77,7 @@ def main() -> None:
         kept = kept_by(patched, tokens, use_cache=False, logits_to_keep=1)
         records.append({"length": length, "ms": times, "peak_megabytes": peaks, "kept": kept})
         print(records[-1], flush=True)
-    where = {**about(options.threads), "transformers": transformers.__version__, "shapes": SHAPES}
+    where = {**about(options.threads, "public_cpu"), "transformers": transformers.__version__, "shapes": SHAPES}
     if options.out:
         options.out.write_text(json.dumps({"about": where, "records": records}, indent=1) + "\n")
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 import triton
+from measured import sources_hash
 from models_gpu import fresh, greedy, say, seconds_of, token_time
 from public_cpu import kept_by
 from torch import Tensor
@@ -191,6 +192,7 @@ def main() -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
             "commit": options.commit,
+            "sources": sources_hash("public_gpu"),
         }
     }
     parts: dict[str, Callable[[], Any]] = {

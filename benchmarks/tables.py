@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = ("README.md", "docs/attention.md", "docs/public-models.md", "docs/scale.md")
+from measured import RESULTS, ROOT, version
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -34,7 +33,7 @@ def attention_cpu(kinds: tuple[str, ...] = ("normal",)) -> str:
             f"**{record['forward_speedup']:.2f}×** | **{both}** | {error:.3f} |"
         )
     about = data["about"]
-    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, commit {about['commit']}."]
+    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, {version('attention_cpu')}."]
     return "\n".join(lines) + "\n"
 
 
@@ -51,6 +50,8 @@ def attention_cpu_beside() -> str:
         f"| {record['length']:,} | **{record['forward_speedup']:.2f}×** | **{record['both_speedup']:.2f}×** |"
         for record in data["beside"]
     ]
+    about = data["about"]
+    lines += ["", f"{about['machine']}; torch {about['torch']}, {version('attention_cpu')}."]
     return "\n".join(lines) + "\n"
 
 
@@ -58,23 +59,22 @@ def attention_gpu() -> str:
     data = json.loads((RESULTS / "attention_gpu.json").read_text())
     lines = [
         "| head_dim | length | tiles visited, forward, backward | forward + backward, ms | "
-        "of FlexAttention's speed | of cuDNN's, no bias | by backward(), ms | kernels alone, ms | "
-        "of FlexAttention's | of cuDNN's |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "of FlexAttention's speed | of cuDNN's, no bias | kernels alone: of FlexAttention's | of cuDNN's |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in data["records"]:
         ours, flex, cudnn = (record["ms"][name] for name in ("ours", "FlexAttention", "cuDNN, no bias"))
         lines.append(
             f"| {record['dim']} | {record['length']:,} | {record['kept']:.1%}, {record['kept_backward']:.1%} | "
             f"{ours['both']:.3f} | **{flex['both'] / ours['both']:.2f}×** | "
-            f"**{cudnn['both'] / ours['both']:.2f}×** | {ours['both_by_backward']:.3f} | {ours['both_gpu']:.3f} | "
+            f"**{cudnn['both'] / ours['both']:.2f}×** | "
             f"{flex['both_gpu'] / ours['both_gpu']:.2f}× | {cudnn['both_gpu'] / ours['both_gpu']:.2f}× |"
         )
     about = data["about"]
     lines += [
         "",
         f"{about['machine']}; {about['shapes']}; torch {about['torch']}, Triton {about['triton']}, "
-        f"commit {about['commit']}.",
+        f"{version('attention_gpu')}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -91,7 +91,7 @@ def buckets_gpu() -> str:
         ms = record["ms"]
         times = [f"{ms[name]['both']:,.2f}" if name in ms else "–" for name in names]
         lines.append(f"| {record['length']:,} | **{ms['ours']['both']:.2f}** | {' | '.join(times)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _machine_of("attention_gpu", data)]) + "\n"
 
 
 def decoding_gpu() -> str:
@@ -104,7 +104,7 @@ def decoding_gpu() -> str:
     for record in data["decoding"]:
         times = [f"{record['ms'][name] * 1e3:,.0f}" for name in names]
         lines.append(f"| {record['batch']} | **{times[0]}** | {times[1]} | {times[2]} | {times[3]} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _machine_of("attention_gpu", data)]) + "\n"
 
 
 def rivals_gpu() -> str:
@@ -121,7 +121,11 @@ def rivals_gpu() -> str:
             f"({ms['acp'] / ms['ours']:.1f}×) | {record['acp_share']:.1%} | {ms['fla']:.2f} "
             f"({ms['fla'] / ms['ours']:.0f}×) |"
         )
-    lines += ["", f"NVIDIA H200; bfloat16, causal, 16 heads; torch {data['torch']}, commit a26d5e3; kernels alone."]
+    about = data["about"]
+    lines += [
+        "",
+        f"{about['machine']}; {about['shapes']}; torch {about['torch']}, {version('rivals')}; kernels alone.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -143,7 +147,7 @@ def models_training() -> str:
         "",
         f"The first step at 1,024 with empty caches takes {first['ours']:.0f} s, the plain GPT's "
         f"{first['FlexAttention GPT']:.0f} s.",
-        _machine_of(data),
+        _machine_of("models_gpu", data),
     ]
     return "\n".join(lines) + "\n"
 
@@ -170,7 +174,7 @@ def models_decoding() -> str:
     lines += [
         "",
         f"A prompt of {long['length']:,} tokens is read in {long['seconds'] * 1e3:.0f} ms.",
-        _machine_of(data),
+        _machine_of("models_gpu", data),
     ]
     return "\n".join(lines) + "\n"
 
@@ -187,7 +191,19 @@ def models_bounded() -> str:
             f"{held['bytes'] / held['full_bytes']:.2%} | {held['share_of_keys']:.2%} | {held['reruns']} |"
             for held in record["held"]
         ]
-    return "\n".join([*lines, "", _machine_of(data)]) + "\n"
+    return "\n".join([*lines, "", _machine_of("models_gpu", data)]) + "\n"
+
+
+def models_cpu() -> str:
+    data = json.loads((RESULTS / "models_cpu.json").read_text())
+    methods = list(data["records"][0]["ms"])
+    lines = [f"| | {' | '.join(methods)} |", "| --- " + "| ---: " * len(methods) + "|"]
+    for record in data["records"]:
+        times = [f"{record['ms'][name]:,.1f}" if name in record["ms"] else "–" for name in methods]
+        lines.append(f"| {record['question']} | {' | '.join(times)} |")
+    about = data["about"]
+    lines += ["", f"{about['machine']}; torch {about['torch']}, {version('models_cpu')}."]
+    return "\n".join(lines) + "\n"
 
 
 def public_cpu() -> str:
@@ -208,7 +224,7 @@ def public_cpu() -> str:
     lines += [
         "",
         f"{about['machine']}; {about['shapes']}; torch {about['torch']}, transformers {about['transformers']}, "
-        f"commit {about['commit']}.",
+        f"{version('public_cpu')}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -236,7 +252,7 @@ def context_parallel() -> str:
     lines += [
         "",
         f"All ranks together; {about['shapes']}; a ring: keys, values and their gradients make ranks − 1 hops. "
-        f"torch {about['torch']}, commit {about['commit']}. Key blocks visited by each of four ranks at "
+        f"torch {about['torch']}, {version('context_parallel')}. Key blocks visited by each of four ranks at "
         f"{data['records'][0]['length']:,}: {shares}.",
     ]
     return "\n".join(lines) + "\n"
@@ -266,18 +282,19 @@ def public_gpu() -> str:
         kept = kept_after.get(record["context"])
         share = "–" if kept is None else f"{kept:.1%}"
         lines.append(f"| {record['model']} | {record['context']:,} | **{record['ms']:.2f}** | {share} |")
-    return "\n".join([*lines, "", _machine_of(data)]) + "\n"
+    return "\n".join([*lines, "", _machine_of("public_gpu", data)]) + "\n"
 
 
-def _machine_of(data: dict) -> str:
+def _machine_of(name: str, data: dict) -> str:
     about = data["about"]
-    return f"{about['machine']}; torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}."
+    return f"{about['machine']}; torch {about['torch']}, Triton {about['triton']}, {version(name)}."
 
 
 TABLES = {
     "public_cpu": public_cpu,
     "public_gpu": public_gpu,
     "rivals_gpu": rivals_gpu,
+    "models_cpu": models_cpu,
     "models_training": models_training,
     "models_decoding": models_decoding,
     "models_bounded": models_bounded,

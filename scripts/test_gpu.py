@@ -155,8 +155,11 @@ def describe(commit: str) -> str:
         "print(f'GPU {gpu}; torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton}')"
     )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    hashing = [sys.executable, str(ROOT / "benchmarks" / "measured.py"), "--hash", "test_gpu"]
+    sources = subprocess.run(hashing, capture_output=True, text=True, check=True).stdout.strip()
     versions = asked.stdout.strip() or asked.stderr.strip()[-500:]
-    return f"{versions}; Python {platform.python_version()}; {os.cpu_count()} CPU cores; commit {commit}"
+    machine = f"{versions}; Python {platform.python_version()}; {os.cpu_count()} CPU cores"
+    return f"{machine}; commit {commit}; sources {sources}"
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ NAMES = [
 
 
 def promised(case: Case, grad: Tensor, tolerance: float) -> dict[str, float]:
-    """What skipping may cost in all (docs/attention.md, What skipping can cost), for the worst case: of the output a
+    """What skipping may cost in all (docs/proof.md, What skipping can cost), for the worst case: of the output a
     row, of dq a row, of dk and dv added up over keys. Rounding of float64 besides."""
     real = [torch.nan_to_num(tensor.detach()) for tensor in (case.q, case.k, case.v)]
     q, k, v = (tensor.norm(dim=-1) for tensor in real)

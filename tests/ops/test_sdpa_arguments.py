@@ -52,7 +52,6 @@ def test_names_of_torch_are_names_of_ours(attend: Callable[..., Tensor]) -> None
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"causal": True, "is_causal": False}, ValueError, "causal=True and is_causal=False differ"),
         ({"causal": False, "is_causal": True}, ValueError, "causal=False and is_causal=True differ"),
         ({"dropout": 0.1, "dropout_p": 0.0}, ValueError, r"dropout=0\.1 and dropout_p=0\.0 differ"),
         ({"dropout_p": 1.5}, ValueError, r"must lie in \[0, 1\)"),

@@ -42,8 +42,10 @@ def patch(model: nn.Module) -> nn.Module:
         The same model.
 
     Example:
-        >>> model = transformers.AutoModelForCausalLM.from_pretrained("path/to/bloom-560m")
-        >>> ts.patch(model).generate(**inputs)
+        >>> import transformers
+        >>> config = transformers.BloomConfig(vocab_size=256, hidden_size=64, n_layer=2, n_head=4)
+        >>> bloom = transformers.BloomForCausalLM(config)  # or from_pretrained("path/to/bloom-560m")
+        >>> logits = ts.patch(bloom)(tokens).logits
     """
     for base in _checked_bases(model):
         _patch_base(base, model)
@@ -60,7 +62,10 @@ def unpatch(model: nn.Module) -> nn.Module:
         The same model.
 
     Example:
-        >>> ts.unpatch(model)(**inputs, output_attentions=True)
+        >>> import transformers
+        >>> config = transformers.BloomConfig(vocab_size=256, hidden_size=64, n_layer=2, n_head=4)
+        >>> bloom = ts.patch(transformers.BloomForCausalLM(config))
+        >>> bloom = ts.unpatch(bloom)
     """
     bases: list[Any] = [each for each in _modules(model, "unpatch") if STOCK_CONFIG in vars(each)]
     for attention in (each for base in bases for each in _patched_attention(base)):

@@ -19,6 +19,22 @@ from trainshort.positions import build_position
 
 @dataclass(frozen=True)
 class ALiBiConfig:
+    """The fields and defaults that jaketae/alibi gave its users.
+
+    Args:
+        num_layers: Blocks.
+        d_model: Channels.
+        num_heads: Heads.
+        max_len: Remembered and nothing else: any length works.
+        dropout: Of what attention and feed-forward add, in training.
+        causal: False: attention to both sides.
+        expansion_factor: Width of the feed-forward layer, in d_model.
+
+    Example:
+        >>> ts.ALiBiConfig(num_layers=2).d_model
+        256
+    """
+
     num_layers: int = 6
     d_model: int = 256
     num_heads: int = 8
@@ -34,6 +50,16 @@ class ALiBiConfig:
 
 
 class ALiBiTransformer(nn.Module):
+    """A stack of blocks over embeddings, by the name and with the config that users of jaketae/alibi know.
+
+    Args:
+        config: An ALiBiConfig.
+
+    Example:
+        >>> ts.ALiBiTransformer(ts.ALiBiConfig(num_layers=2))(torch.randn(1, 100, 256)).shape
+        torch.Size([1, 100, 256])
+    """
+
     def __init__(self, config: ALiBiConfig) -> None:
         super().__init__()
         self.config = config
@@ -52,7 +78,15 @@ class ALiBiTransformer(nn.Module):
         self.register_load_state_dict_post_hook(materialize_tables)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """x: [B, T, d_model]; key_padding_mask: bool [B, T], True for real positions."""
+        """Run the blocks.
+
+        Args:
+            x: [B, T, d_model].
+            key_padding_mask: bool [B, T], True for real positions.
+
+        Returns:
+            [B, T, d_model].
+        """
         if x.dim() != 3 or x.shape[-1] != self.config.d_model:
             raise ValueError(
                 f"x must be [batch, length, {self.config.d_model}], as d_model is {self.config.d_model}; "

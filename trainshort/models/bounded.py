@@ -4,7 +4,7 @@ Each key head keeps its last keys in a ring (bounded_keys.py), as many as can st
 than any so far (ring_sizes.py). Of those evicted a bound remains of all that they could weigh (ops/evicted.py). So
 every query of every layer has a certificate: if the evicted keys could have held more than half of the tolerance (the
 other half is for keys that are there and skipped), the text is run again from its first token with larger rings. How
-large rings are is a guess; that nothing was lost is not. The proof is in docs/attention.md.
+large rings are is a guess; that nothing was lost is not. The proof is in docs/proof-cache.md.
 """
 
 from __future__ import annotations

@@ -42,10 +42,24 @@ class Bookmark(NamedTuple):
 class KeyValueCache:
     """The cache of one batch: `length` tokens of `batch_size` rows, in every layer.
 
-    capacity: the most tokens it will hold, allocated at once; None: it grows, at least by doubling.
-    bounded: hold only the keys that can still matter, in memory that does not grow with the text (bounded.py, which
-    has further options: tolerance and on_failure).
     Rows may be left-padded: `padding` then says how many leading tokens of each row are none.
+
+    Args:
+        config: Of the model.
+        batch_size: Rows.
+        capacity: The most tokens it will hold, allocated at once; None: it grows, at least by doubling.
+        bounded: Hold only the keys that can still matter, in memory that does not grow with the text.
+        tolerance: Of a bounded cache: the softmax mass that a query may lose; None: that of attention.
+        on_failure: Of a bounded cache, where it may have lost more: "rerun" the text, or "raise" a BoundedCacheError.
+        dtype: Of keys and values.
+        device: Where they are.
+
+    Example:
+        >>> cache = ts.KeyValueCache(model.config, batch_size=1, bounded=True)
+        >>> with torch.no_grad():
+        ...     logits = model.eval()(tokens, cache=cache)
+        >>> cache.length
+        20
     """
 
     last: dict[int, Tensor]  # by layer: keys and values of the last token before any shift, [B, 2 Hkv, 1, width]
@@ -214,11 +228,19 @@ class KeyValueCache:
             self.sequences += self._one_more
 
     def bookmark(self) -> Bookmark:
-        """Where the text ends now, for `return_to`."""
+        """Where the text ends now, for `return_to`.
+
+        Returns:
+            A Bookmark.
+        """
         return Bookmark(self.length, {layer: kv.clone() for layer, kv in self.last.items()})
 
     def return_to(self, bookmark: Bookmark) -> None:
-        """Forget what came after a bookmark. The norms of blocks stay: they still bound the keys that are left."""
+        """Forget what came after a bookmark. The norms of blocks stay: they still bound the keys that are left.
+
+        Args:
+            bookmark: What `bookmark` returned before.
+        """
         if self.is_stepping:
             raise ValueError("a stepping cache does not go back: call end_steps first")
         if bookmark.length > self.length:

@@ -23,22 +23,50 @@ OPTIONAL_SIZES = ("num_kv_heads", "head_dim", "d_ff", "max_length")
 class ModelConfig(Settings):
     """A transformer. Fields that are None follow from the others.
 
-    position: a name from trainshort.positions; position_options: its options, such as {"trainable": True}.
-    max_length: needed by learned positions only; other methods have no limit.
-    norm_place: "pre" (before attention and feed-forward) or "post" (after their residual sums).
-    second_residual: with "post", a block's input is added once more after attention, and normed again.
-    parallel_residual: attention and feed-forward side by side; parallel_norms: each with a norm of its own.
-    gated: the feed-forward layer is activation(a) * b, with a and b of width d_ff.
-    clip_qkv: clamp queries, keys and values to this size.
-    qk_norm: an RMSNorm of each head's queries and keys, before positions act on them; wide_qk_norm: a LayerNorm over
-    all heads together instead.
-    kv_shift: keys and values are mixed with those of the token before, by a learned share.
-    output_norm, output_gate: of attention, before its last linear layer: an RMSNorm of each head, and a gate
-    sigmoid(W x) from the layer's normed input x.
-    token_types: BERT-like segment embeddings, if above 0.
-    masked_head: encoders have a head that predicts masked tokens.
-    dropout: of the embeddings and of what attention and feed-forward add; attention_dropout: of attention's weights.
-        Both in training only.
+    Args:
+        vocab_size: Tokens in the vocabulary.
+        d_model: Channels of the hidden states.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, which divide them; None: as many.
+        head_dim: Channels of a head; None: d_model / num_heads.
+        d_ff: Channels inside the feed-forward layer; None: 4 d_model.
+        position: A name from trainshort.positions.
+        position_options: Its options, such as `{"trainable": True}`.
+        max_length: Needed by learned positions only; other methods have no limit.
+        causal: A token sees its past and itself; False for encoders.
+        norm: "layernorm", "layernorm_without_bias" or "rmsnorm".
+        norm_eps: What norms add under their root.
+        norm_place: "pre" (before attention and feed-forward) or "post" (after their residual sums).
+        second_residual: With "post", a block's input is added once more after attention, and normed again.
+        parallel_residual: Attention and feed-forward side by side.
+        parallel_norms: Each of these with a norm of its own.
+        embedding_norm: A norm after the embedding.
+        final_norm: A norm after the last block.
+        activation: "relu", "gelu", "gelu_tanh" or "silu".
+        gated: The feed-forward layer is activation(a) * b, with a and b of width d_ff.
+        qkv_bias: Of the projections to queries, keys and values.
+        attention_out_bias: Of the projection after attention.
+        ffn_bias: Of the first linear layer of the feed-forward layer.
+        ffn_out_bias: Of its last.
+        head_bias: Of the head.
+        clip_qkv: Clamp queries, keys and values to this size.
+        attention_scale: Of the scores; None: 1/sqrt(head_dim).
+        qk_norm: An RMSNorm of each head's queries and keys, before positions act on them.
+        wide_qk_norm: A LayerNorm over all heads together instead.
+        kv_shift: Keys and values are mixed with those of the token before, by a learned share.
+        output_norm: An RMSNorm of each head's output, before the last linear layer of attention.
+        output_gate: A gate sigmoid(W x) there, from the layer's normed input x.
+        tie_embeddings: The head has the weights of the embedding.
+        token_types: BERT-like segment embeddings, if above 0.
+        masked_head: Encoders have a head that predicts masked tokens.
+        dropout: Of the embeddings and of what attention and feed-forward add, in training.
+        attention_dropout: Of attention's weights, in training.
+
+    Example:
+        >>> config = ts.ModelConfig(d_model=64, num_layers=2, num_heads=4, position="rotary")
+        >>> ts.ModelConfig.from_json(config.to_json()) == config
+        True
     """
 
     vocab_size: int = 256

@@ -15,7 +15,16 @@ from trainshort.positions import build_position
 
 
 class Encoder(Model):
-    """A transformer that sees both sides of every token. Made from a ModelConfig(causal=False), or by `ts.load`."""
+    """A transformer that sees both sides: hidden states, a head for masked tokens, mean pooling.
+
+    Args:
+        config: Its shape, with causal=False.
+
+    Example:
+        >>> encoder = ts.Encoder(ts.ModelConfig(d_model=64, num_layers=2, num_heads=4, causal=False))
+        >>> encoder(tokens).shape
+        torch.Size([1, 20, 64])
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,14 +44,27 @@ class Encoder(Model):
     def forward(
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
     ) -> Tensor:
-        """tokens: int [B, T]; key_padding_mask: bool [B, T], True for real ones -> hidden states [B, T, d_model].
+        """The hidden states of every token.
 
-        token_types: int [B, T], the segment of each token, for models that have them; None: all of them 0.
+        Args:
+            tokens: int [B, T].
+            key_padding_mask: bool [B, T], True for real tokens.
+            token_types: int [B, T], the segment of each token, for models that have them; None: all of them 0.
+
+        Returns:
+            Hidden states [B, T, d_model].
         """
         return self.trunk(tokens, key_padding_mask=key_padding_mask, token_types=token_types)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The masked-token head: hidden states [..., d_model] -> [..., V]."""
+        """What the head for masked tokens makes of hidden states.
+
+        Args:
+            hidden: [..., d_model].
+
+        Returns:
+            Logits [..., V].
+        """
         self._require_head()
         return self.head(self._before_head(hidden))
 
@@ -58,7 +80,17 @@ class Encoder(Model):
         *,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """Masked-token loss: the mean over targets [B, T] that are not -100. Only those get logits."""
+        """The loss of masked tokens. Only these get logits.
+
+        Args:
+            tokens: int [B, T].
+            targets: int [B, T], the token that was masked, or -100 where none was.
+            key_padding_mask: As in `forward`.
+            token_types: As in `forward`.
+
+        Returns:
+            The mean over targets that are not -100.
+        """
         require_tokens("tokens", tokens)
         require_tokens("targets", targets)
         if targets.shape != tokens.shape:
@@ -71,7 +103,16 @@ class Encoder(Model):
     def pool(
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
     ) -> Tensor:
-        """One vector a text: the mean of the hidden states of its real tokens, [B, d_model]."""
+        """One vector a text: the mean of the hidden states of its real tokens.
+
+        Args:
+            tokens: As in `forward`, like all others.
+            key_padding_mask: True for real tokens.
+            token_types: Segments.
+
+        Returns:
+            Vectors [B, d_model], not normalised.
+        """
         if state.current is not None:
             raise ValueError(
                 "pool() averages whole texts, and inside context_parallel a rank has a span of each: add up what "

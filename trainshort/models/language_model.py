@@ -19,7 +19,16 @@ Prompt = TypeVar("Prompt", Tensor, str, list[str])  # what generate takes is wha
 
 
 class LanguageModel(Model):
-    """A causal transformer with a head over the vocabulary, made from a ModelConfig or by `ts.load` from a folder."""
+    """A causal transformer with any position method: tokens in, logits out.
+
+    Args:
+        config: Its shape, with causal=True.
+
+    Example:
+        >>> model = ts.LanguageModel(ts.ModelConfig(d_model=64, num_layers=2, num_heads=4))
+        >>> model(torch.randint(256, (1, 100))).shape
+        torch.Size([1, 100, 256])
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,10 +51,17 @@ class LanguageModel(Model):
         cu_seqlens: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """tokens: int [B, T] -> logits [B, T, V], or [B, 1, V] of the last token with `last_only`.
+        """The logits of every token.
 
-        cache: tokens go on after those cached, and are added to them. key_padding_mask: bool [B, T], True for real
-        tokens; left padding with a cache. cu_seqlens: borders of documents packed into one row.
+        Args:
+            tokens: int [B, T].
+            cache: Tokens go on after those cached, and are added to them.
+            key_padding_mask: bool [B, T], True for real tokens; with a cache, padding is on the left.
+            cu_seqlens: Borders of documents packed into one row.
+            last_only: Of the last token alone.
+
+        Returns:
+            Logits [B, T, V], or [B, 1, V] with `last_only`.
         """
         hidden = self.trunk(tokens, cache=cache, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self.head(hidden[:, -1:] if last_only else hidden)
@@ -60,9 +76,21 @@ class LanguageModel(Model):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> Tensor:
-        """Cross entropy of targets [B, T] in nats, without ever holding all logits of a large vocabulary.
+        """Cross entropy in nats, without ever holding all logits of a large vocabulary.
 
-        reduction: "mean" over the targets that count, "sum", or "none" for [B, T].
+        Args:
+            tokens: int [B, T].
+            targets: int [B, T], the token that follows each.
+            key_padding_mask: As in `forward`.
+            cu_seqlens: As in `forward`.
+            ignore_index: The target that does not count.
+            reduction: "mean" over the targets that count, "sum", or "none".
+
+        Returns:
+            The loss, a number, or [B, T] with "none".
+
+        Example:
+            >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         """
         require_tokens("tokens", tokens)
         require_tokens("targets", targets)
@@ -72,7 +100,20 @@ class LanguageModel(Model):
         return self.head_loss(hidden, targets, ignore_index=ignore_index, reduction=reduction)
 
     def make_cache(self, batch_size: int, capacity: int | None = None, **options: Any) -> KeyValueCache:
-        """A cache in the dtype and on the device of the model. options: of KeyValueCache, such as bounded=True."""
+        """A cache in the dtype and on the device of the model.
+
+        Args:
+            batch_size: Rows.
+            capacity: The most tokens it will hold; None: it grows.
+            **options: Of `KeyValueCache`, such as bounded=True.
+
+        Returns:
+            A KeyValueCache.
+
+        Example:
+            >>> cache = model.make_cache(1)
+            >>> logits = model.eval()(tokens, cache=cache, last_only=True)
+        """
         weight = self.trunk.embedding.weight
         cache = KeyValueCache(self.config, batch_size, capacity, dtype=weight.dtype, device=weight.device, **options)
         if self.config.qk_norm and isinstance(cache, BoundedCache):

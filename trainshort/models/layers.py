@@ -131,8 +131,16 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention from one sequence to another, for encoder-decoder models.
 
-    Distances: both sequences count from 0, so query i stands at key position i and key j is |i - j| away, however
+    Distances: both sequences count from 0, so query i stands at key position i and key j is `|i - j|` away, however
     much of either is there yet. `query_start` moves the queries: in decoding, the number of tokens before x.
+
+    Args:
+        config: Of which it takes widths, heads, biases and attention dropout.
+
+    Example:
+        >>> cross = ts.CrossAttention(ts.ModelConfig(d_model=64, num_heads=4))
+        >>> cross(torch.randn(1, 10, 64), torch.randn(1, 30, 64), ts.LinearBias(ts.alibi_slopes(4))).shape
+        torch.Size([1, 10, 64])
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -151,7 +159,18 @@ class CrossAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         query_start: int | Tensor = 0,
     ) -> Tensor:
-        """x: [B, Tq, d_model]; memory: [B, Tk, d_model], with key_padding_mask [B, Tk]."""
+        """Attend from x to memory.
+
+        Args:
+            x: [B, Tq, d_model].
+            memory: [B, Tk, d_model].
+            bias: What attention takes; None: no bias.
+            key_padding_mask: bool [B, Tk], True where memory is real.
+            query_start: The position of the first query among the keys.
+
+        Returns:
+            [B, Tq, d_model].
+        """
         config = self.config
         q = self.query(x).unflatten(-1, (-1, config.width)).transpose(1, 2)
         k, v = self.key_value(memory).unflatten(-1, (-1, config.width)).transpose(1, 2).chunk(2, dim=1)

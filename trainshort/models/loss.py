@@ -47,12 +47,25 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross entropy of logits hidden @ weight.T + bias, in nats, without ever holding all of them.
+    """The cross entropy of logits `hidden @ weight.T + bias`, in nats, without ever holding all of them.
 
-    hidden: [N, d]; weight: [V, d]; bias: [V] or None; targets: int32 or int64 [N]. reduction: "mean" over the targets
-    that count, "sum", or "none" for [N]. The loss is float32, or float64 for float64 inputs. Products are computed in
-    the dtype of the inputs, or of autocast. A target that is neither ignore_index nor in [0, V) raises an IndexError
-    on a CPU; on a GPU its loss is NaN.
+    Products are computed in the dtype of the inputs, or of autocast. A target that is neither ignore_index nor in
+    [0, V) raises an IndexError on a CPU; on a GPU its loss is NaN.
+
+    Args:
+        hidden: [N, d].
+        weight: [V, d].
+        targets: int32 or int64 [N].
+        bias: [V] or None.
+        ignore_index: The target that does not count.
+        reduction: "mean" over the targets that count, "sum", or "none".
+
+    Returns:
+        The loss, or [N] losses with "none", in float32, or float64 for float64 inputs.
+
+    Example:
+        >>> hidden, weight = torch.randn(500, 64), torch.randn(1000, 64, requires_grad=True)
+        >>> ts.linear_cross_entropy(hidden, weight, torch.randint(1000, (500,))).backward()
     """
     _check(hidden, weight, bias, targets, reduction)
     given = [hidden, weight] if bias is None else [hidden, weight, bias]

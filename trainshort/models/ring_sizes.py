@@ -21,7 +21,10 @@ LEAST_MARGIN = 1.2  # and made larger once they would not do for queries so many
 
 
 class BoundedCacheError(RuntimeError):
-    """Evicted keys may have held more than the tolerance, and the text could not or should not be run again."""
+    """Evicted keys may have held more than the tolerance, and the text could not or should not be run again.
+
+    A bounded cache raises it with on_failure="raise". Tokens that are fed again after it run the text again.
+    """
 
 
 class RingSizes:

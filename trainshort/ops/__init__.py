@@ -67,7 +67,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     v: Tensor,
     slopes: Tensor | None = None,
     *,
-    causal: bool | None = None,
+    causal: bool = True,
     scale: float | None = None,
     tolerance: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -82,7 +82,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
     dropout_p: float | None = None,
     enable_gqa: bool | None = None,
 ) -> Tensor:
-    """Attention with a linear penalty on distance: softmax(scale q.k - slope |i - j|) v.
+    """Attention with a linear penalty on distance: `softmax(scale q.k - slope |i - j|) v`.
 
     Args:
         q: Queries [B, H, Tq, D]. Any strides; float16, bfloat16, float32 or float64. They are right-aligned to the
@@ -91,10 +91,10 @@ def alibi_attention(  # noqa: PLR0913  a public signature
         v: Values, like k.
         slopes: [H] or [B, H], positive; None: the paper's. Differentiable if it requires grad. (For heads without a
             penalty there is `attention`: a LinearBias takes slopes of 0.)
-        causal: A query sees its past and itself; False: both sides, symmetrically. None: True.
+        causal: A query sees its past and itself; False: both sides, symmetrically.
         scale: Of the scores; None: 1/sqrt(D).
         tolerance: The largest softmax mass that a query may skip. None: 2^-14 for 16-bit inputs, 2^-24 for float32,
-            0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/attention.md.
+            0 for float64. 0: visit everything. What skipping can cost is bounded: see docs/proof.md.
         key_padding_mask: bool [B, Tk], True where a key is real, one contiguous run a row. Padding never leaks, and
             a query with no key to look at gives zeros.
         cu_seqlens: int [documents + 1]: borders of documents packed into one row (B = 1); attention and distances
@@ -109,8 +109,9 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             row, head, query and key, and is the same on every backend and device. None: a new one from torch's
             generator of q's device at each call.
         backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
-        is_causal, dropout_p: `causal` and `dropout` under their names in F.scaled_dot_product_attention. (Its causal
-            mask begins at the first key, so with Tq != Tk is_causal=True is refused unless `query_start` is given.)
+        is_causal, dropout_p: `causal` and `dropout` under their names in F.scaled_dot_product_attention; they count
+            where they are given. (Its causal mask begins at the first key, so with Tq != Tk is_causal=True is refused
+            unless `query_start` is given.)
         enable_gqa: Says nothing new: grouped queries are always on.
         attn_mask: None. For a mask there are `key_padding_mask` and `cu_seqlens`, for a bias `slopes`.
 
@@ -151,7 +152,7 @@ def alibi_attention(  # noqa: PLR0913  a public signature
 # What is returned depends on what is asked for: the output, or an AttentionOutput.
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True,
     scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[False] = False,
@@ -160,7 +161,7 @@ def attention(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True,
     scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[True], return_windows: bool = False,
@@ -169,7 +170,7 @@ def attention(
 ) -> AttentionOutput: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None = None, causal: bool = True,
     scale: float | None = None, tolerance: float | None = None, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, query_start: int | Tensor | None = None, key_norms: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, return_windows: Literal[True],
@@ -182,7 +183,7 @@ def attention(  # noqa: PLR0913  a public signature
     v: Tensor,
     *,
     bias: Bias | None = None,
-    causal: bool | None = None,
+    causal: bool = True,
     scale: float | None = None,
     tolerance: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -217,13 +218,12 @@ def attention(  # noqa: PLR0913  a public signature
         asked for is None.
 
     Example:
-        >>> ts.attention(q, k, v, bias=ts.BucketBias(table))
-        >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(slopes), return_lse=True)
+        >>> out = ts.attention(q, k, v, bias=ts.BucketBias(torch.zeros(32, 8)))
+        >>> out, lse, _ = ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), return_lse=True)
     """
     if not (is_causal is None and attn_mask is None and dropout_p is None and enable_gqa is None):
         sdpa = SdpaArguments(is_causal, attn_mask, dropout_p, enable_gqa)
         causal, dropout = _with_sdpa_arguments(sdpa, q, k, query_start, causal, dropout)
-    causal = True if causal is None else causal
     if state.current is not None:
         options = {
             "causal": causal, "scale": scale, "tolerance": tolerance, "key_padding_mask": key_padding_mask,
@@ -278,15 +278,21 @@ def explain(
     Nothing is computed but the windows, whose sizes are read back: on a GPU, that waits for it.
 
     Args:
-        q, k, v, bias, backend: As in `attention`.
+        q: As in `attention`, like all others.
+        k: Keys.
+        v: Values.
+        bias: A bias, or None.
+        backend: The one to ask for.
         **attention_kwargs: The other arguments of `attention`.
 
     Returns:
-        An Explanation: `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints as a
-        short text.
+        An Explanation with `backend`, `path`, `why_not` (a reason for each other path) and `keys_visited`. It prints
+        as a short text.
 
     Example:
-        >>> print(ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8))))
+        >>> explanation = ts.explain(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)))
+        >>> explanation.backend
+        'blocked'
     """
     check_backend(backend)
     unknown = sorted(set(attention_kwargs) - set(inspect.signature(attention).parameters))
@@ -294,7 +300,7 @@ def explain(
         raise TypeError(f"explain got {unknown[0]!r}, which is no argument of attention")
     want_lse = bool(attention_kwargs.pop("return_lse", False))
     wants_windows = bool(attention_kwargs.pop("return_windows", False))
-    options = {"causal": None, "dropout": 0.0, "query_start": None} | attention_kwargs
+    options = {"causal": True, "dropout": 0.0, "query_start": None} | attention_kwargs
     sdpa = SdpaArguments(*(options.pop(name, None) for name in SdpaArguments._fields))
     start, causal, dropout = options["query_start"], options["causal"], options["dropout"]
     options["causal"], options["dropout"] = causal_and_dropout(sdpa, q, k, start, causal, dropout)
@@ -328,8 +334,11 @@ def certified_windows(  # noqa: PLR0913  a public signature
     `blocked` backend visits everything.
 
     Args:
-        slopes: [H] or [B, H]; None: the paper's. Or instead of it
-        bias: A LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with logarithmic=False.
+        q: Queries [B, H, Tq, D].
+        k: Keys [B, Hkv, Tk, D].
+        slopes: [H] or [B, H]; None: the paper's.
+        bias: Instead of slopes: a LinearBias, for the variants of encoders, a DecayBias, or a KerpleBias with
+            logarithmic=False.
         block: Queries and keys of a block.
 
     All other arguments as in `alibi_attention`.
@@ -340,7 +349,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
     Example:
         >>> windows = ts.certified_windows(q, k)
-        >>> (windows[..., 1] - windows[..., 0]).sum()  # key blocks visited
+        >>> visited = (windows[..., 1] - windows[..., 0]).sum()  # key blocks
     """
     if not isinstance(q, Tensor) or q.dim() != 4:
         check_tensors(q, k, None)
@@ -373,7 +382,7 @@ def certified_windows(  # noqa: PLR0913  a public signature
 
 
 def _with_sdpa_arguments(
-    sdpa: SdpaArguments, q: Tensor, k: Tensor, start: int | Tensor | None, causal: bool | None, dropout: float
+    sdpa: SdpaArguments, q: Tensor, k: Tensor, start: int | Tensor | None, causal: bool, dropout: float
 ) -> tuple[bool, float]:
     """`causal` and `dropout`, where arguments were given by the names that torch has for them."""
     if state.current is None:

@@ -25,6 +25,17 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
     For a power of two, 2^(-8h/H) for h = 1..H. Otherwise the slopes of the largest power of two c
     below H, followed by every second slope of 2c, starting with its first.
+
+    Args:
+        num_heads: H, any positive number.
+        device: Where to make them; None: torch's default.
+
+    Returns:
+        The slopes, float32 [num_heads].
+
+    Example:
+        >>> ts.alibi_slopes(4)
+        tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
     if isinstance(num_heads, bool) or not isinstance(num_heads, (int, torch.SymInt)):
         raise TypeError(f"num_heads must be an int, got {type(num_heads).__name__}")
@@ -196,7 +207,7 @@ class LinearBias(Bias):
         sees: For each head "past", "future" or "both"; None: as `causal` says.
 
     Example:
-        >>> ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), causal=False)
+        >>> out = ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), causal=False)
     """
 
     slopes: Tensor
@@ -234,7 +245,18 @@ class LinearBias(Bias):
 
     @classmethod
     def one_sided(cls, slopes: Tensor) -> LinearBias:
-        """For encoders: the first half of the heads sees the past, the second half the future."""
+        """For encoders: the first half of the heads sees the past, the second half the future.
+
+        Args:
+            slopes: As for `LinearBias`.
+
+        Returns:
+            The bias.
+
+        Example:
+            >>> bias = ts.LinearBias.one_sided(ts.alibi_slopes(8))
+            >>> out = ts.attention(q, k, v, bias=bias, causal=False)
+        """
         heads = slopes.shape[-1]
         past = (heads + 1) // 2
         sees: list[Sight] = ["past" if head < past else "future" for head in range(heads)]
@@ -341,7 +363,7 @@ class BucketBias(Bias):
         bidirectional: Half of the buckets serve the future (encoders); otherwise the future counts as distance zero.
 
     Example:
-        >>> ts.attention(q, k, v, bias=ts.BucketBias(torch.zeros(32, 8)))
+        >>> out = ts.attention(q, k, v, bias=ts.BucketBias(torch.zeros(32, 8)))
     """
 
     table: Tensor

@@ -35,8 +35,8 @@ class DecayBias(Bias):
     `DecayBias.at` makes one from times. All gates are looked at, those of padding too: let them be 0.
 
     Example:
-        >>> log_gates = torch.nn.functional.logsigmoid(gate(x)).transpose(1, 2)  # [B, H, T]
-        >>> ts.attention(q, k, v, bias=ts.DecayBias(log_gates))
+        >>> log_gates = torch.nn.functional.logsigmoid(torch.randn(1, 8, 256))  # [B, H, T]
+        >>> out = ts.attention(q, k, v, bias=ts.DecayBias(log_gates))
     """
 
     gate_sums: Tensor | None = None  # c, float64 [B or 1, H, T]: NaN from the first gate on that is refused
@@ -62,15 +62,19 @@ class DecayBias(Bias):
 
     @classmethod
     def at(cls, times: Tensor, slopes: Tensor) -> DecayBias:
-        """Tokens that stand at times: the bias is -slope |time_i - time_j|, also for causal=False.
+        """Tokens that stand at times: the bias is `-slope * |time_i - time_j|`, also for causal=False.
 
         Args:
             times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Integers and float64 keep
                 all of their digits.
             slopes: [H] or [B, H], positive. Differentiable if it requires grad.
 
+        Returns:
+            The bias.
+
         Example:
-            >>> ts.attention(q, k, v, bias=ts.DecayBias.at(seconds, ts.alibi_slopes(8)))
+            >>> seconds = torch.rand(256, dtype=torch.float64).cumsum(0)
+            >>> out = ts.attention(q, k, v, bias=ts.DecayBias.at(seconds, ts.alibi_slopes(8)))
         """
         if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
             came = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__

@@ -12,7 +12,7 @@ penalties grow alike, so E fades by that much, and the key that the token evicts
 not depend on how many keys are gone.
 
 Tables are float64 and every step rounds up, so they never fall below the sums they bound. The proof is in
-docs/attention.md.
+docs/proof-cache.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ NEVER = 2**40  # steps beyond which the bias would be the sum of a term of the q
 
 @dataclass(frozen=True, eq=False)
 class KerpleBias(Bias):
-    """A key d steps away, on either side, costs exponents * log(1 + strengths * d), or strengths * d^exponents.
+    """KERPLE: a key d steps away costs `exponents * log(1 + strengths * d)`, or `strengths * d^exponents`.
+
+    On either side.
 
     Args:
         strengths: [H], positive. Differentiable if it requires grad, like `exponents`.
@@ -22,7 +24,7 @@ class KerpleBias(Bias):
         logarithmic: The first formula; otherwise the second, which with exponents of 1 is ALiBi.
 
     Example:
-        >>> ts.attention(q, k, v, bias=ts.KerpleBias(torch.full((8,), 0.5), torch.ones(8)))
+        >>> out = ts.attention(q, k, v, bias=ts.KerpleBias(torch.full((8,), 0.5), torch.ones(8)))
     """
 
     strengths: Tensor

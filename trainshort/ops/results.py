@@ -18,17 +18,37 @@ from trainshort.ops.windows import visible_keys
 
 
 class Windows(NamedTuple):
-    """The keys that each query visited: first <= j < end, int32 [B, H, Tq] each; (0, 0) where it sees none."""
+    """The keys that each query visited: first <= j < end; (0, 0) where it sees none.
+
+    Args:
+        first: int32 [B, H, Tq].
+        end: One past the last, int32 [B, H, Tq].
+
+    Example:
+        >>> result = ts.attention(q, k, v, bias=ts.LinearBias(ts.alibi_slopes(8)), return_windows=True)
+        >>> visited = (result.windows.end - result.windows.first).sum()
+    """
 
     first: Tensor
     end: Tensor
 
 
 class AttentionOutput(NamedTuple):
-    """What `attention` returns where more than the output is asked for. What was not is None."""
+    """What `attention` returns where more than the output is asked for. What was not is None.
 
-    out: Tensor  # [B, H, Tq, D]
-    lse: Tensor | None  # [B, H, Tq]
+    Args:
+        out: The output, [B, H, Tq, D].
+        lse: The natural log-sum-exp of the scores, [B, H, Tq].
+        windows: The keys that were visited.
+
+    Example:
+        >>> out, lse, windows = ts.attention(q, k, v, return_lse=True)
+        >>> windows is None
+        True
+    """
+
+    out: Tensor
+    lse: Tensor | None
     windows: Windows | None
 
 

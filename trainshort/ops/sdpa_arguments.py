@@ -30,7 +30,7 @@ class SdpaArguments(NamedTuple):
 
 
 def causal_and_dropout(
-    given: SdpaArguments, q: Tensor, k: Tensor, query_start: int | Tensor | None, causal: bool | None, dropout: float
+    given: SdpaArguments, q: Tensor, k: Tensor, query_start: int | Tensor | None, causal: bool, dropout: float
 ) -> tuple[bool, float]:
     """What `causal` and `dropout` are with these arguments beside them."""
     if given.attn_mask is not None:
@@ -42,14 +42,14 @@ def causal_and_dropout(
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and k.dim() == 4:  # others are refused later
         _check_shapes(given, q, k, query_start)
     if given.is_causal is not None:
-        if causal is not None and bool(causal) != given.is_causal:
-            raise ValueError(f"causal={causal} and is_causal={given.is_causal} differ: pass one of them")
+        if given.is_causal and not causal:
+            raise ValueError(f"causal={causal} and is_causal=True differ: pass one of them")
         causal = given.is_causal
     if given.dropout_p is not None:
         if dropout not in (0.0, given.dropout_p):
             raise ValueError(f"dropout={dropout} and dropout_p={given.dropout_p} differ: pass one of them")
         dropout = given.dropout_p
-    return True if causal is None else causal, dropout
+    return causal, dropout
 
 
 def _check_shapes(given: SdpaArguments, q: Tensor, k: Tensor, query_start: int | Tensor | None) -> None:

@@ -19,7 +19,7 @@ everything.
 For a DecayBias -c_j stands for m j and -c_p for m p. Under powers of the distance (KerpleBias) the tail comes from a
 line that no cost lies below, and the total from the costs themselves.
 
-The proofs, and what skipping can cost in outputs and gradients, are in docs/attention.md.
+The proofs, and what skipping can cost in outputs and gradients, are in docs/proof.md.
 """
 
 from __future__ import annotations

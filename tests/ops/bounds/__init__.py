@@ -1,4 +1,4 @@
-"""One check a term of the proof of certified windows (docs/attention.md): whatever weakens a term fails its check.
+"""One check a term of the proof of certified windows (docs/proof.md): whatever weakens a term fails its check.
 
 A bound that is loose by a factor hides errors of that factor, so these inputs are built along the proof (inputs.py),
 until what is skipped comes close to the tolerance; and ingredients.py looks at each step of the proof. `CHECKS` are

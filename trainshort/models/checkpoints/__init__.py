@@ -27,8 +27,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def save(model: Model, folder: str | Path, *, format: str = "trainshort") -> None:
     """Write a model to a folder, with its tokenizer if it has one.
 
-    format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new folder
-    that transformers loads, for models of BLOOM's shape. A model of another shape is refused with all that differs.
+    Every file is there whole or not at all.
+
+    Args:
+        model: A LanguageModel or an Encoder.
+        folder: Where to; it is made.
+        format: "trainshort", our own, which takes every model and replaces one that is there; or "bloom", a new
+            folder that transformers loads, for models of BLOOM's shape. A model of another shape is refused with all
+            that differs.
+
+    Example:
+        >>> ts.save(model, "my-model")
     """
     if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
@@ -46,9 +55,21 @@ def load(
 ) -> LanguageModel | Encoder:
     """A model from its folder, in evaluation mode, with `.tokenizer` if the folder has a tokenizer.json.
 
-    The folder is one that `save` wrote, or a public ALiBi model (see public.py). dtype: None keeps that of the file.
+    Nothing is unpickled, no code of the folder is run, and everything is checked before memory is taken.
 
-    position_options: some that are to be other than saved, such as {"scaling": "linear", "factor": 4.0}.
+    Args:
+        folder: One that `save` wrote, or a public ALiBi model.
+        dtype: None keeps that of the file.
+        device: None: torch's default.
+        position_options: Some that are to be other than saved, such as `{"scaling": "linear", "factor": 4.0}`.
+
+    Returns:
+        A LanguageModel or an Encoder.
+
+    Example:
+        >>> ts.save(model, "my-model")
+        >>> ts.load("my-model", dtype=torch.bfloat16).config == model.config
+        True
     """
     if dtype not in (None, *DTYPES):
         allowed = ", ".join(map(str, DTYPES))

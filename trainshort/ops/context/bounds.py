@@ -33,7 +33,7 @@ SMALLEST = 2.0**-100  # X of queries that are all zero
 
 
 def slack_of(problem: Problem) -> float:
-    """For the rounding of a norm: see docs/attention.md."""
+    """For the rounding of a norm: see docs/proof.md."""
     return 1.0 + (problem.q.shape[3] + 4) * 2.0**-23
 
 

@@ -99,13 +99,12 @@ def context_parallel(
         group: A process group, instead of a mesh.
 
     Returns:
-        A ContextParallel. `sent` counts bytes: for bounds, keys and gradients, beside those of ring attention.
+        A ContextParallel, whose `sent` counts bytes of bounds, keys and gradients, beside those of ring attention.
 
     Example:
-        >>> mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (4,))
-        >>> with ts.context_parallel(mesh) as parallel:
+        >>> with ts.context_parallel(torch.distributed.group.WORLD) as parallel:  # or a mesh
         ...     out = ts.alibi_attention(q, k, v)
-        >>> print(parallel.sent.of_ring)
+        >>> bytes_sent = parallel.sent.bytes
     """
     if mesh is not None and group is not None:
         raise TypeError("context_parallel takes a mesh or a group, not both")

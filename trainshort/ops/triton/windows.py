@@ -1,6 +1,6 @@
 """Which keys can matter, on the GPU.
 
-The proof is that of docs/attention.md, with bounds that need no pass over pairs. In nats, for a slope m, a query of
+The proof is that of docs/proof.md, with bounds that need no pass over pairs. In nats, for a slope m, a query of
 length x = scale |q| at position p, and keys counted from their sequence's centre:
 
     what is skipped   sum over j < f of exp(score)  <=  exp(x K + m (f - 1 - p)) / (1 - e^-m)
