@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASE = {"numpy", "safetensors", "torch"}
 EXTRAS = {"all", "datasets", "dev", "hf", "lab", "lm-eval", "parquet", "tensorboard"}
 NOT_COPIED = {".git", ".hypothesis", "build", "data", "dist", "report", "runs"}  # at the top: made, not written
-NOT_IN_SDIST = (".ci/", ".github/")  # for those who work on the repository, not on a release
+NOT_IN_SDIST = ".ci/"  # how the machines of this repository call the Makefile
 
 
 def main() -> None:
