@@ -2,7 +2,7 @@
 
     python scripts/constraints_for.py lowest > constraints-lowest.txt
 
-torch chooses its own triton: with another torch the pin of triton goes too.
+Every torch asks for a setuptools and a triton of its own: with another one the pins of these go too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOWEST, HIGHEST = "lowest", "highest"
+CHOSEN_BY_TORCH = ("setuptools", "torch", "triton")
 
 
 def torch_pin(which: str) -> str | None:
@@ -36,7 +37,7 @@ def lowest() -> str:
 
 def constraints(which: str) -> str:
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
-    others = [line for line in pinned if line.partition("==")[0] not in ("torch", "triton")]
+    others = [line for line in pinned if line.partition("==")[0] not in CHOSEN_BY_TORCH]
     pin = torch_pin(which)
     return "\n".join([*others, *([] if pin is None else [pin])]) + "\n"
 

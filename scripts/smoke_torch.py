@@ -33,7 +33,7 @@ def main() -> None:
         python = work / "venv" / "bin" / "python"
         problem = install(python, wheel, work / "constraints.txt")
         if problem:
-            print(f"{torch_pin(chosen.torch) or 'the newest torch'} cannot be installed here: {problem}")
+            print(f"{torch_pin(chosen.torch) or 'the newest torch'} cannot be installed here:\n{problem}")
             sys.exit(int(chosen.required))
         run(python, ROOT / "scripts" / "smoke.py", cwd=work)
 
@@ -41,9 +41,9 @@ def main() -> None:
 def install(python: Path, wheel: Path, pins: Path) -> str:
     """What pip has to say where it fails; nothing where it does not."""
     command = [python, "-m", "pip", "install", "--quiet", "--constraint", pins, wheel]
-    ran = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    errors = [line for line in ran.stderr.splitlines() if line.startswith("ERROR")]
-    return (errors or [f"pip ended with status {ran.returncode}"])[-1] if ran.returncode else ""
+    ran = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = [line for line in ran.stdout.splitlines() if line.strip() and not line.startswith("WARNING")]
+    return "\n".join(said) or f"pip ended with status {ran.returncode}" if ran.returncode else ""
 
 
 if __name__ == "__main__":
