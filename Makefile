@@ -1,12 +1,14 @@
-# Everything runs in .venv, which is made on first use and again when the dependencies change.
+# Everything runs in .venv, which is made on first use and again when the dependencies change. With TORCH=lowest,
+# TORCH=highest or TORCH=2.12.0 it runs in another one, with that torch instead of the pinned one.
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LM_EVAL := .venv-lm-eval
 DOCS := .venv-docs
 
-.PHONY: test test-all test-interpreter test-lm-eval test-gpu check docs format bench demo clean
+.PHONY: test test-all test-interpreter test-lm-eval test-gpu check docs check-release smoke-lowest smoke-highest dist format bench demo clean
 
 INTERPRETED := tests/ops/contract tests/ops/triton
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
@@ -29,15 +31,26 @@ test-lm-eval: $(LM_EVAL)/.ready  ## the adapter for lm_eval, in an environment o
 test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: some minutes
 	$(PYTHON) scripts/test_gpu.py
 
-check: $(READY) docs  ## lint, format, types, the docs site, and the wheel imported in a clean environment
+check: $(READY) docs  ## lint, format, types, the docs site, the version, and sdist and wheel, tried in clean environments
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_release.py
 	$(BIN)/python scripts/check_wheel.py
 
 docs: $(DOCS)/.ready  ## the docs site in build/docs; any warning is an error
 	OMP_NUM_THREADS=1 $(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
+
+check-release: $(READY)  ## with TAG=v0.1.0: whether tag, version, changelog and citation agree
+	$(BIN)/python scripts/check_release.py '$(TAG)'
+
+smoke-lowest smoke-highest: $(READY)  ## the installed wheel with the lowest or the newest torch, if pip finds it; REQUIRED=1: it must
+	$(BIN)/python scripts/smoke_torch.py $(@:smoke-%=%) $(if $(REQUIRED),--required)
+
+dist: $(READY)  ## sdist and wheel in dist/, checked
+	rm -rf dist
+	$(BIN)/python scripts/check_wheel.py --out dist
 
 format: $(READY)  ## put the code into its standard form
 	$(BIN)/ruff check --fix .
@@ -52,8 +65,9 @@ demo: $(READY)  ## four position methods trained short and tested long on this m
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainshort needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(if $(TORCH),$(PYTHON) scripts/constraints_for.py $(TORCH),cat constraints.txt) > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $(READY)
 
 # torch and the other packages of .venv are used from there. accelerate is for lm_eval's own adapter for transformers.
@@ -67,4 +81,4 @@ $(LM_EVAL)/.ready $(DOCS)/.ready: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LM_EVAL) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(LM_EVAL) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pydoc
+import shlex
 import subprocess
 import sys
 import time
@@ -11,13 +13,41 @@ import pytest
 
 from tests.cli.run_cli import run_cli
 from trainshort.cli import main as main_module
+from trainshort.cli.arguments import Parser, add_fields, read
 from trainshort.cli.errors import name_flags
-from trainshort.cli.main import COMMANDS, main
+from trainshort.cli.main import COMMANDS, FIRST_STEPS, main
 
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_without_a_command_four_lines_get_each_kind_of_user_going(capsys: Capture) -> None:
+    outcome = run_cli(capsys)
+    assert outcome.status == 0
+    lines = [line for line in outcome.out.splitlines() if line.startswith("  ")]
+    assert len(lines) == 4
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert "trainshort --help" in outcome.out
+    for aim, command in FIRST_STEPS.items():
+        assert any(aim in line and line.endswith(command) for line in lines)
+
+
+def test_first_steps_can_be_taken() -> None:
+    """Each names a command of ours, with flags that it has, or a part of the package that Python's own tools show."""
+    for typed in FIRST_STEPS.values():
+        program, *words = shlex.split(typed)
+        if program == "trainshort":
+            command = main_module._module(words[0])
+            parser = Parser("trainshort", "")
+            add_fields(parser, command.Flags)
+            read(parser, command.Flags, words[1:])
+        else:
+            flag, tool, name = words
+            assert (program, flag) == ("python", "-m")
+            assert tool in ("pydoc", "inspect")
+            assert pydoc.locate(name) is not None
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"]])
 def test_help_lists_every_command(capsys: Capture, words: list[str]) -> None:
     outcome = run_cli(capsys, *words)
     assert outcome.status == 0
@@ -146,7 +176,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
         (FileNotFoundError(2, "No such file or directory", "book.txt"), "book.txt: no such file or directory"),
         (PermissionError(13, "Permission denied", "runs"), "runs: permission denied: choose another place"),
         (OSError(28, "No space left on device", "runs"), "no space left on the disk"),
-        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), "pip install datasets"),
+        (
+            ModuleNotFoundError("no rich.x", name="rich.x"),
+            "package rich: pip install 'trainshort[lab]'",
+        ),
+        (ModuleNotFoundError("No module named 'chess'", name="chess"), "package chess: pip install chess"),
         (MemoryError(), "not enough memory"),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (--debug shows where)"),
         (AssertionError(), "AssertionError (--debug shows where)"),

@@ -158,7 +158,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"hf:no/where: the package datasets cannot load it \(offline\)"):
         documents("hf:no/where")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RuntimeError, match="hf:some/texts needs the package datasets: pip install datasets"):
+    with pytest.raises(ImportError, match=r"hf:some/texts needs .* pip install 'trainshort\[datasets\]'"):
         documents("hf:some/texts")
 
 

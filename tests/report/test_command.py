@@ -54,14 +54,15 @@ def test_a_path_that_no_system_takes_is_named(capsys: Capture, tmp_path: Path) -
     assert "xxx: cannot be read (File name too long): left out" in outcome.error
 
 
-@pytest.mark.parametrize("package", ["plotly.offline", "matplotlib"])
+@pytest.mark.parametrize("package", ["plotly", "matplotlib"])
 def test_packages_that_are_not_there(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     make_run(tmp_path / "alibi")
     monkeypatch.setitem(sys.modules, package, None)
     outcome = run_cli(capsys, "report", tmp_path / "alibi", "--out", tmp_path / "out")
-    assert "pip install plotly matplotlib" in outcome.one_sentence()
+    assert f"needs the package {package}, which is not installed: pip install 'trainshort[lab]'" in outcome.error
+    outcome.one_sentence()
     assert not (tmp_path / "out").exists()
 
 
@@ -86,6 +87,7 @@ def test_the_report_knows_files_and_nothing_else_of_the_library() -> None:
     used = set(re.findall(r"(?:from|import) trainshort\.([\w.]+)", text))
     assert {name for name in used if not name.startswith("report")} == {
         "common.checks",
+        "common.extras",
         "common.files",
         "common.machine",
         "common.reading",

@@ -100,9 +100,10 @@ def test_time_left() -> None:
 
 
 def test_tensorboard_that_is_not_there(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(RuntimeError, match="pip install tensorboard"):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'trainshort\[tensorboard\]'"):
         train(small_config(data, tmp_path / "run", tensorboard=True), progress=False)
+    assert not (tmp_path / "run").exists()
 
 
 def flags(**given: Any) -> Flags:

@@ -56,9 +56,10 @@ class Flags:
 def run(flags: Flags) -> None:
     import torch
 
-    from trainshort.cli.shown import bench_heading, bench_notes, bench_row, waiting
+    from trainshort.cli.bench_shown import bench_heading, bench_notes, bench_row
     from trainshort.common.devices import device_for
     from trainshort.common.files import write_json
+    from trainshort.common.progress import waiting
     from trainshort.experiments.bench import WAYS, Case, about, measure
 
     if flags.threads is not None:

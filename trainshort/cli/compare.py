@@ -14,6 +14,7 @@ from trainshort.cli.stopping import on_stop
 from trainshort.experiments.config import CompareConfig
 from trainshort.experiments.recipes import RECIPES
 
+NEEDS = ("matplotlib", "plotly", "rich")
 EXAMPLES = """
   trainshort compare                                            minutes on two cores, no files needed
   trainshort compare --recipe demo                              what `make demo` runs
@@ -46,7 +47,8 @@ class Flags(CompareConfig):
 
 def run(config: CompareConfig) -> None:
     from trainshort.cli.report import labels
-    from trainshort.cli.shown import comparison_tables, print_table, waiting
+    from trainshort.cli.shown import comparison_tables, print_table
+    from trainshort.common.progress import waiting
     from trainshort.experiments.compare import NAME, compare
     from trainshort.report.build import build_report
 

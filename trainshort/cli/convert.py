@@ -36,7 +36,7 @@ class Flags:
 
 
 def run(flags: Flags) -> None:
-    from trainshort.cli.shown import waiting
+    from trainshort.common.progress import waiting
 
     if flags.to == "bloom":
         from trainshort.models import load, save

@@ -6,6 +6,8 @@ import errno
 import re
 from collections.abc import Iterable
 
+from trainshort.common.extras import MissingExtraError, pip_command
+
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileExistsError)
 
@@ -39,13 +41,16 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "not enough memory: use shorter lengths, a smaller batch or a smaller model"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("trainshort"):
-        return f"this needs the package {error.name}: pip install {error.name}"
+        package = error.name.partition(".")[0]
+        return f"this needs the package {package}: {pip_command(package)}"
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         return _of_the_system(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = " ".join(text.split())
     if isinstance(error, KeyError) and " " not in text:  # a name alone says nothing
         return f"there is no {text!r} where it was looked for: a file may be damaged (--debug shows where)"
+    if isinstance(error, MissingExtraError):
+        return text
     if isinstance(error, PLAIN) and type(error).__module__ == "builtins" and text:
         return text
     name = type(error).__name__

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "context_parallel")
 RECALL_ALONE = ("depths", "trials", "choices", "seed")
 
+NEEDS = ("rich",)
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
   trainshort evaluate runs/alibi-256 --lengths 256 512 4096

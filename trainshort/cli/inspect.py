@@ -18,6 +18,7 @@ from typing import Any
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.inspect_config import InspectConfig
 
+NEEDS = ("matplotlib", "plotly", "rich")
 EXAMPLES = """
   trainshort inspect runs/alibi-256                           on the beginning of the Python library's source
   trainshort inspect bloom-560m --text book.txt --dtype bfloat16
@@ -58,8 +59,8 @@ def run(flags: Flags) -> None:
     with on_stop(lambda: "stopped; nothing was written"), _progress() as on_layer:
         found = inspect_folder(flags.folder, flags.text, config, on_layer=on_layer)
     _show(found, flags.heads)
-    from trainshort.cli.shown import waiting
     from trainshort.common.files import write_json
+    from trainshort.common.progress import waiting
     from trainshort.report.inspected import build_inspection
 
     out.mkdir(parents=True, exist_ok=True)
@@ -86,9 +87,9 @@ def _show(found: dict[str, Any], heads: bool | None) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, int], None]]:
     """Yields what is to be told of each layer: of which length, how many are done, of how many."""
-    if not sys.stderr.isatty():
-        from trainshort.common.progress import Lines
+    from trainshort.common.progress import Lines, can_draw_bars
 
+    if not can_draw_bars():
         lines = Lines()
 
         def say(length: int, done: int, layers: int) -> None:

@@ -13,6 +13,7 @@ import trainshort
 from trainshort.cli.arguments import Parser, add_fields, read
 from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
+from trainshort.common.extras import require
 from trainshort.common.messages import did_you_mean
 
 COMMANDS = {
@@ -25,6 +26,12 @@ COMMANDS = {
     "report": "one page, figures and tables from the files of runs",
     "inspect": "what each head of a model can provably see of a text",
     "convert": "pickled weights to safetensors, or a model of ours to a BLOOM folder",
+}
+FIRST_STEPS = {  # of each kind of user
+    "attention in your own model": "python -m pydoc trainshort.alibi_attention",
+    "compare position methods": "trainshort compare",
+    "run BLOOM, MPT or Falcon": 'trainshort generate FOLDER --prompt "Once"',
+    "understand ALiBi": "python -m inspect trainshort.ops.reference",
 }
 IMPORTING = ("train", "evaluate", "compare", "generate", "inspect", "report")  # take --import
 EXAMPLES = """
@@ -45,7 +52,9 @@ def main(typed: Sequence[str] | None = None) -> int:
         words.remove("--debug")
     name = "trainshort"
     try:
-        if not words or words[0].startswith("-"):
+        if not words:
+            return _show_first_steps()
+        if words[0].startswith("-"):
             return _without_command(words)
         if words[0] not in COMMANDS:
             nearest = did_you_mean(words[0], COMMANDS, typed=True)
@@ -76,6 +85,13 @@ def _fields(words: Sequence[str]) -> list[str]:
         return []
     found = fields(_module(words[0]).Flags)
     return [each.name for each in found if not {"hidden", "positional"} & each.metadata.keys()]
+
+
+def _show_first_steps() -> int:
+    steps = "\n".join(f"  {aim:<29}{command}" for aim, command in FIRST_STEPS.items())
+    print(f"trainshort {trainshort.__version__}: train short, test long.\n\n{steps}\n")
+    print("`trainshort --help` lists all commands.")
+    return 0
 
 
 def _without_command(words: list[str]) -> int:
@@ -114,6 +130,7 @@ def _run(name: str, words: list[str]) -> int:
 
         for file in files:
             import_file(file)
+    require(getattr(command, "NEEDS", ()), by="this command")
     return int(command.run(flags) or 0)
 
 

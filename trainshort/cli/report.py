@@ -45,7 +45,7 @@ def labels() -> dict[str, str]:
 
 
 def run(flags: Flags) -> None:
-    from trainshort.cli.shown import waiting
+    from trainshort.common.progress import waiting
     from trainshort.report.build import PAGE, build_report
 
     def left() -> str:

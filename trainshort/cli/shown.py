@@ -1,21 +1,19 @@
-"""What commands show on the terminal: tables and progress bars."""
+"""The tables that commands show on the terminal, drawn by the package rich."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trainshort.common.machine import LOADED, in_words
+from trainshort.common.machine import in_words, is_loaded
 
 Record = Mapping[str, Any]
 
@@ -43,21 +41,6 @@ def new_table(title: str, columns: Sequence[str], caption: str | None = None) ->
     return table
 
 
-@contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A sign of life while something is measured."""
-    with Progress(
-        SpinnerColumn(),
-        TextColumn(what),
-        TimeElapsedColumn(),
-        console=console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:
-        progress.add_task(what, total=None)
-        yield
-
-
 def number(value: float | None, digits: int = 3) -> str:
     """Small numbers with decimals, large ones without, huge ones as powers of ten."""
     if value is None:
@@ -81,7 +64,7 @@ def evaluation_table(title: str, records: Sequence[Record]) -> Table:
             number(record["perplexity"]),
             number(record["perplexity_per_word"]),
             number(record["bits_per_byte"]),
-            f"{record['tokens_per_second']:,.0f}{'*' if is_loaded(record) else ''}",
+            f"{record['tokens_per_second']:,.0f}{_star([record])}",
             f"{record['peak_memory_bytes'] / 1e6:,.0f} MB",
             f"{mean_kept(record):.1%}" if "kept" in record else "–",
         )
@@ -127,49 +110,19 @@ def _scored(records: Sequence[Record]) -> str:
 
 def _loaded(records: Sequence[Record]) -> list[str]:
     """What a star at a speed means, if there is one."""
-    shares = [record["waiting"] for record in records if is_loaded(record)]
+    shares = [record["waiting"] for record in records if is_loaded(record.get("waiting"))]
     return [f"*: measured{in_words(max(shares)).removeprefix(',')}"] if shares else []
+
+
+def _star(records: Sequence[Record]) -> str:
+    """Marks a speed that was measured on a loaded machine."""
+    return "*" if any(is_loaded(record.get("waiting")) for record in records) else ""
 
 
 def mean_kept(record: Record) -> float:
     """Of all layers and heads."""
     every = [value for layer in record["kept"] for value in layer]
     return float(sum(every) / len(every))
-
-
-BENCH_WIDTHS = (11, 7, 11, 16)  # of length, kept, ours, each of the others: 80 columns in all
-
-
-def bench_heading(others: Sequence[str]) -> str:
-    first, second, third, rest = BENCH_WIDTHS
-    return f"{'length':>{first}}{'kept':>{second}}{'trainshort':>{third}}" + "".join(
-        f"{each:>{rest}}" for each in others
-    )
-
-
-def bench_row(record: Record) -> str:
-    """Milliseconds, and how many times as fast ours is."""
-    first, second, third, rest = BENCH_WIDTHS
-    ours = record["ms"]["trainshort"]
-    shape = f"{record['batch']} x {record['length']:,}"
-    row = f"{shape:>{first}}{record['kept']:>{second}.1%}{ours:>{third},.1f}"
-    for name, time in record["ms"].items():
-        if name != "trainshort":
-            row += f"{'–' if time is None else f'{time:,.1f} {time / ours:.2f}x':>{rest}}"
-    return row + ("  loaded" if is_loaded(record) else "")
-
-
-def bench_notes(records: Sequence[Record]) -> list[str]:
-    notes = ["x: its time / trainshort's; kept: the part of all keys in sight that trainshort visits"]
-    for record in records:
-        notes += [f"–  {name}: {why}" for name, why in record["why"].items()]
-        if is_loaded(record):
-            notes.append(f"{record['length']:,}: measured{in_words(record['waiting']).removeprefix(',')}")
-    return list(dict.fromkeys(notes))
-
-
-def is_loaded(record: Record) -> bool:
-    return (record.get("waiting") or 0) > LOADED
 
 
 def comparison_tables(result: Record) -> list[Table]:
@@ -222,7 +175,7 @@ def _comparison_cells(method: str, runs: Sequence[Record], test: Record, notes: 
     last = by_length[-1]
     speed, memory = mean_of(last, "tokens_per_second"), mean_of(last, "peak_memory_bytes")
     kept = [mean_kept(record) for record in last if "kept" in record]
-    cells.append("–" if speed is None else f"{speed:,.0f}{'*' if any(map(is_loaded, last)) else ''}")
+    cells.append("–" if speed is None else f"{speed:,.0f}{_star(last)}")
     cells.append("–" if memory is None else f"{memory / 1e6:,.0f} MB")
     cells.append(f"{sum(kept) / len(kept):.1%}" if kept else "–")
     return cells

@@ -30,9 +30,14 @@ class Waiting:
         return round(waited / (ran + waited), 3) if ran + waited else 0.0
 
 
+def is_loaded(share: float | None) -> bool:
+    """Whether a figure with this share of waiting says little of the machine."""
+    return share is not None and share > LOADED
+
+
 def in_words(share: float | None) -> str:
     """`, on a loaded machine ...` for a figure that was measured on one; nothing for others."""
-    if share is None or share <= LOADED:
+    if share is None or not is_loaded(share):
         return ""
     return f", on a loaded machine: its threads waited for a core {share:.0%} of the time"
 

@@ -1,14 +1,26 @@
-"""How far something is and how long it still takes: bars on a terminal, and elsewhere a line now and then."""
+"""How far something is and how long it still takes: bars on a terminal, and elsewhere a line now and then.
+
+Bars are drawn by the package rich. Where it is not installed, a terminal gets the lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
+from trainshort.common.extras import is_installed
+
 LINE_EVERY = 15.0  # seconds, where there is no terminal
+
+
+def can_draw_bars() -> bool:
+    """Whether stderr is a terminal and rich is installed."""
+    return sys.stderr.isatty() and is_installed("rich")
 
 
 class Lines:
@@ -48,7 +60,7 @@ class Pace:
 class StepBars:
     """Bars of one or several runs that are counted in steps, each with figures beside it.
 
-    They are there while this is open, if stderr is a terminal: otherwise `shown` is False, and nothing is shown.
+    They are there while this is open, if bars can be drawn: otherwise `shown` is False, and nothing is shown.
     """
 
     def __init__(self, *, show: bool, width: int = 40) -> None:
@@ -57,7 +69,7 @@ class StepBars:
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        if self.show and sys.stderr.isatty():
+        if self.show and can_draw_bars():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -91,6 +103,23 @@ class StepBars:
     def say(self, text: str) -> None:
         """Write a line above the bars."""
         self.progress.console.print(text, highlight=False)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A sign of life, on a terminal alone, while something takes its time."""
+    if not can_draw_bars():
+        if sys.stderr.isatty():
+            print(f"{what} ...", file=sys.stderr, flush=True)
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 def time_left(seconds: float) -> str:

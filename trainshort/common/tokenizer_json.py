@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainshort.common.extras import is_installed, needed, require
 from trainshort.common.messages import shown
 from trainshort.common.reading import read_text
 
@@ -17,9 +18,31 @@ LARGEST_PADDING = 2**20  # tokens
 SPARE_IDS = 2**16  # that no token has, beside four for each token
 
 
+class UnreadTokenizer:
+    """Takes the place of a tokenizer where the package tokenizers is not installed, so that its model can be loaded.
+
+    It can be saved again. Whatever else is asked of it is answered with what to install.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self._text, self._where = text, where
+
+    def to_str(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copying and pickling look for
+            raise AttributeError(name)
+        require(["tokenizers"], by=self._where)
+        raise AttributeError(
+            f"{self._where} was read while the package tokenizers was not installed: load the model again"
+        )
+
+
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer in a file, as the package has it."""
-    return parse_tokenizer(read_tokenizer_text(path), str(path))
+    """The tokenizer in a file, as the package has it; without the package, an UnreadTokenizer."""
+    text = read_tokenizer_text(path)
+    return parse_tokenizer(text, str(path)) if is_installed("tokenizers") else UnreadTokenizer(text, str(path))
 
 
 def read_tokenizer_text(path: Path) -> str:
@@ -33,10 +56,8 @@ def read_tokenizer_text(path: Path) -> str:
 
 def parse_tokenizer(text: str, where: str) -> Any:
     """The tokenizer in a text, as the package has it; `where` names the text in errors."""
-    try:
+    with needed("tokenizers", by=where):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise RuntimeError(f"{where} needs the package tokenizers: pip install tokenizers") from error
     with package_errors(where, "not a tokenizer of the package tokenizers"):
         backend = Tokenizer.from_str(text)
         ids = backend.get_vocab(with_added_tokens=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainshort.common.progress import Lines, time_left
+from trainshort.common.progress import Lines, can_draw_bars, time_left
 
 MEGABYTE = 1e6
 
@@ -18,7 +18,7 @@ def byte_bar(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], 
     if not show:
         yield lambda done: None
         return
-    if not sys.stderr.isatty():
+    if not can_draw_bars():
         yield _byte_lines(title, total)
         return
     from rich.console import Console

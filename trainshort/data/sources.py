@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from trainshort.common.extras import needed
 from trainshort.common.messages import did_you_mean, shown
 from trainshort.common.reading import parse_json
 from trainshort.data.text import READ_BYTES, TextPart, parts_of_documents, parts_of_text, parts_of_texts
@@ -193,10 +194,8 @@ class Sources:
             yield self._text(row, f"{name}, line {number}")
 
     def _rows_of_parquet(self, path: Path, before: int, size: int) -> Iterator[TextPart]:
-        try:
+        with needed("pyarrow", by=str(path)):
             import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise RuntimeError(f"{path} needs the package pyarrow: pip install pyarrow") from error
         try:
             file = parquet.ParquetFile(path)
         except Exception as error:  # the package has many of its own
@@ -251,10 +250,8 @@ def hub_name(name: str) -> tuple[str, str]:
 
 def load_hub(name: str) -> Any:
     """The splits of a data set, streamed, by name."""
-    try:
+    with needed("datasets", by=name):
         import datasets
-    except ImportError as error:
-        raise RuntimeError(f"{name} needs the package datasets: pip install datasets") from error
     words = hub_name(name)[0].split("/")
     if not 1 <= len(words) <= 3 or not all(words):
         raise ValueError(

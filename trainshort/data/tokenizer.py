@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainshort.common.extras import needed
 from trainshort.common.files import write_text
 from trainshort.common.messages import did_you_mean
 from trainshort.common.reading import parse_json
@@ -171,11 +172,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     Words of more than LONGEST_WORD characters are cut, here and, since its file says so, wherever the tokenizer is
     used: the time of training grows with the square of the longest word.
     """
-    try:
+    with needed("tokenizers", by="training a BPE"):
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
-    except ImportError as error:
-        raise RuntimeError("a BPE is trained by the package tokenizers: pip install tokenizers") from error
     backend = Backend(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

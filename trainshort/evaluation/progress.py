@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainshort.common.progress import Lines
+from trainshort.common.progress import Lines, can_draw_bars
 
 
 @contextmanager
 def evaluation_progress(lengths: int) -> Iterator[Callable[[int, int, int], None]]:
     """Yields what is to be told of each length, the tokens newly scored at it, and how many there will be."""
-    if not sys.stderr.isatty():
+    if not can_draw_bars():
         yield _lines(lengths)
         return
     from rich.console import Console

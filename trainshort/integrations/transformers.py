@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from trainshort.common.extras import MissingExtraError, needed, pip_command
 from trainshort.integrations.transformers_padding import NAME
 
 CAN_BE_PATCHED = (
@@ -98,15 +99,13 @@ def _checked_bases(model: nn.Module) -> list[Any]:
 
 
 def _require_transformers() -> None:
-    try:
+    with needed("transformers", by="patching"):
         import transformers
-    except ImportError as error:
-        raise ImportError("patching needs transformers: pip install 'trainshort[hf]'") from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
-        raise ImportError(
+        raise MissingExtraError(
             f"patching needs transformers {'.'.join(map(str, OLDEST))} or newer, and {transformers.__version__} is "
-            "installed: pip install 'trainshort[hf]'"
+            f"installed: {pip_command('transformers')}"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trainshort
+from trainshort.common.extras import needed, require
 from trainshort.common.files import replacing
 from trainshort.report import charts, head_charts
 from trainshort.report.charts import Chart
@@ -275,15 +276,9 @@ def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Te
 
 def plotly_js(figures: bool) -> str:
     """The text of plotly.js; both packages are looked for before any work is done."""
-    try:
+    require(["plotly", *(["matplotlib"] if figures else [])], by="the report")
+    with needed("plotly", by="the report"):
         from plotly.offline import get_plotlyjs
-
-        if figures:
-            import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            f"the report needs the package {error.name}, which is not installed: pip install plotly matplotlib"
-        ) from None
     return str(get_plotlyjs())
 
 

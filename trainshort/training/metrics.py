@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainshort.common.checks import is_whole
+from trainshort.common.extras import needed
 from trainshort.common.files import write_text
 from trainshort.common.reading import parse_json, read_text
 
@@ -72,8 +73,6 @@ class NoMetrics:
 
 
 def _events(folder: Path, after_step: int) -> Any:
-    try:
+    with needed("tensorboard", by="tensorboard (--tensorboard)"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise RuntimeError("tensorboard=True needs the package tensorboard: pip install tensorboard") from error
     return SummaryWriter(folder / "tensorboard", purge_step=after_step + 1)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainshort.common.extras import require
 from trainshort.common.files import is_full
 from trainshort.common.machine import Waiting
 from trainshort.common.reading import read_json
@@ -87,7 +88,9 @@ def train(
 
 
 def _checked(config: TrainConfig, run: RunFolder, resume: bool) -> TrainConfig:
-    """The config to train with, if the run folder takes it."""
+    """The config to train with, if the run folder takes it and what it needs is installed."""
+    if config.tensorboard:
+        require(["tensorboard"], by="tensorboard (--tensorboard)")
     if not resume and run.has_checkpoint:
         raise FileExistsError(
             f"{run} holds a run already (step {run.step} of {run.config().steps}): go on with it with resume "

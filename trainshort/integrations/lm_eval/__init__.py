@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-try:
+from trainshort.common.extras import needed
+
+with needed("lm_eval", by="trainshort.integrations.lm_eval"):
     import lm_eval.models  # noqa: F401 - its own models first: its table is filled only while it is empty
-except ImportError as missing:
-    raise ImportError(
-        f"trainshort.integrations.lm_eval needs the package lm_eval: pip install 'trainshort[lm_eval]' ({missing})"
-    ) from missing
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM

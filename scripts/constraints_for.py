@@ -1,0 +1,48 @@
+"""constraints.txt for another torch than the pinned one: `lowest` that is supported, `highest` there is, or a number.
+
+    python scripts/constraints_for.py lowest > constraints-lowest.txt
+
+Every torch asks for a setuptools and a triton of its own: with another one the pins of these go too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOWEST, HIGHEST = "lowest", "highest"
+CHOSEN_BY_TORCH = ("setuptools", "torch", "triton")
+
+
+def torch_pin(which: str) -> str | None:
+    """The line for torch; None where nothing keeps pip from the newest."""
+    if which == HIGHEST:
+        return None
+    if which == LOWEST:
+        return f"torch=={lowest()}.*"
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", which):
+        sys.exit(f"torch must be {LOWEST}, {HIGHEST} or a version such as {lowest()}.0, got {which!r}")
+    return f"torch=={which}"
+
+
+def lowest() -> str:
+    """As pyproject.toml promises it."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (found,) = (each.removeprefix("torch>=") for each in wanted if each.startswith("torch>="))
+    return found
+
+
+def constraints(which: str) -> str:
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    others = [line for line in pinned if line.partition("==")[0] not in CHOSEN_BY_TORCH]
+    pin = torch_pin(which)
+    return "\n".join([*others, *([] if pin is None else [pin])]) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} lowest|highest|VERSION")
+    print(constraints(sys.argv[1]), end="")
