@@ -144,7 +144,8 @@ class LanguageModel(Model):
             tokens: int [B, T]; or where the model has a tokenizer a string, or a list of them.
             max_new_tokens: At most so many; None goes on until all rows have ended, or on_token raises.
             temperature: 0 is greedy.
-            top_k, top_p: Sample among the most probable tokens only.
+            top_k: Sample among so many of the most probable tokens only.
+            top_p: Sample among the most probable tokens only, of which so much of the probability is.
             seed: Makes sampling repeatable.
             stop_tokens: A row ends with one of these, which then fills it up; generation ends when all rows have
                 ended. None: the end of text of the tokenizer for strings, and none for tokens. (): none.
@@ -158,12 +159,12 @@ class LanguageModel(Model):
                 True: raise rather than warn.
 
         Returns:
-            What was given and what comes after it: int [B, T + new]; or a string, or a list of them, in which the
+            What was given and what comes after it, int [B, T + new]; or a string, or a list of them, in which the
             end of text is left out.
 
         Example:
-            >>> model.generate(tokens, max_new_tokens=20, temperature=0.8, seed=0)
-            >>> model.generate("Once upon a time", max_new_tokens=20)  # a model with a tokenizer
+            >>> model.generate(tokens, max_new_tokens=20, temperature=0.8, seed=0).shape
+            torch.Size([1, 40])
         """
         from trainshort.models.generate import generate, stops_of
 

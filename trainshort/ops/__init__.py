@@ -109,9 +109,9 @@ def alibi_attention(  # noqa: PLR0913  a public signature
             row, head, query and key, and is the same on every backend and device. None: a new one from torch's
             generator of q's device at each call.
         backend: "auto", "reference", "blocked" or "triton". A named backend runs or raises.
-        is_causal, dropout_p: `causal` and `dropout` under their names in F.scaled_dot_product_attention; they count
-            where they are given. (Its causal mask begins at the first key, so with Tq != Tk is_causal=True is refused
-            unless `query_start` is given.)
+        is_causal: `causal` under its name in F.scaled_dot_product_attention, which counts where it is given. (Its
+            causal mask begins at the first key, so with Tq != Tk it is refused unless `query_start` is given.)
+        dropout_p: `dropout` under its name there.
         enable_gqa: Says nothing new: grouped queries are always on.
         attn_mask: None. For a mask there are `key_padding_mask` and `cu_seqlens`, for a bias `slopes`.
 
