@@ -4,9 +4,9 @@
 
 What is checked: the sdist has every file of the repository and builds the same wheel; the wheel has the package
 whole and nothing else; its metadata is valid and asks for three packages; and scripts/smoke.py passes in an
-environment that has just what the wheel asks for, and in one with its extra `lab` besides. Those environments borrow
-the installed packages of the one that runs this script (downloading torch again would prove nothing about our
-wheel): exactly those that the wheel's metadata names, and what these need in turn.
+environment that has just what the wheel asks for, and in those with its extra `lab` or `hf` besides. They borrow the
+installed packages of the one that runs this script (downloading torch again would prove nothing about our wheel):
+exactly those that the wheel's metadata names, and what these need in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         check_sdist(work / "tree", sdist)
         check_wheel(work / "tree", wheel)
         check_metadata(wheel)
-        for extra in ("", "lab"):
+        for extra in ("", "lab", "hf"):
             python = environment(work / f"clean-{extra}", wheel, extra)
             run(python, ROOT / "scripts" / "smoke.py", cwd=work)
         if out is not None:

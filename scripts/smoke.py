@@ -3,7 +3,7 @@
     python smoke.py
 
 With the three base packages alone it tries the library and the commands that need no more, and that the others name
-the extra which they need. With the extra `lab` it prepares data, trains, tests and reports.
+the extra which they need. With the extra `lab` it also tests a model and makes the report, with `hf` it patches one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ def main() -> None:
     home = Path(ts.__file__).resolve()
     assert "site-packages" in home.parts, f"trainshort comes from {home}, not from an installation"
     assert (home.parent / "py.typed").exists(), "py.typed is missing"
-    lab = [name for name in LAB if importlib.util.find_spec(name) is not None]
-    assert lab in ([], list(LAB)), f"of the extra lab only {lab} is there"
+    lab = all(map(installed, LAB))
     subprocess.run([sys.executable, "-c", LAZY], check=True)
     try_attention()
     with tempfile.TemporaryDirectory() as folder:
         try_model(Path(folder) / "model")
         try_commands(Path(folder))
-        (try_lab if lab else try_without_lab)(Path(folder))
+        if lab:
+            try_lab(Path(folder))
+        elif not any(map(installed, LAB)):
+            try_without_lab(Path(folder))
+        if installed("transformers"):
+            try_hf()
+    extras = [extra for extra, there in (("lab", lab), ("hf", installed("transformers"))) if there]
     print(
-        f"trainshort {ts.__version__} {'with' if lab else 'without'} the extra lab works: Python "
+        f"trainshort {ts.__version__} with {' and '.join(extras) or 'no extra'} works: Python "
         f"{platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, "
         f"safetensors {safetensors.__version__}"
     )
@@ -127,6 +132,21 @@ def try_lab(folder: Path) -> None:
     assert (folder / "bloom" / "tokenizer.json").exists()
 
 
+def try_hf() -> None:
+    """A patched BLOOM gives the logits that it gave before."""
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    import trainshort as ts
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
+    tokens = torch.randint(0, 64, (1, 300))
+    with torch.no_grad():
+        before, after = model(tokens).logits, ts.patch(model)(tokens).logits
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
+
+
 def try_without_lab(folder: Path) -> None:
     """A command that needs more says which extra brings it, and leaves no file."""
     run, out = folder / "run", folder / "out"
@@ -142,6 +162,10 @@ def try_without_lab(folder: Path) -> None:
         assert "pip install 'trainshort[lab]'" in error, (words, error)
         assert len(error.strip().splitlines()) == 1, error
         assert not out.exists(), words
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def command(*words: object, fails: bool = False) -> str:

@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -200,3 +202,48 @@ def test_a_wheel_is_built_from_the_files_of_the_repository(tmp_path: Path, monke
     check_wheel.copy_tree(tmp_path / "with-git")
     for copied in ("without-git", "with-git"):
         assert check_wheel.files_below(tmp_path / copied) == {".gitignore", "README.md", "trainshort/data/a.py"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("README.md", ".ci/run", "trainshort/__init__.py", "trainshort/report/assets/page.css"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(name)
+    return tmp_path / "tree"
+
+
+def packed(path: Path, names: Iterable[str]) -> Path:
+    """A wheel of files that hold their names."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in (*names, "trainshort-0.1.0.dist-info/licenses/LICENSE"):
+            archive.writestr(name, name)
+    return path
+
+
+def test_a_wheel_that_lacks_a_file_or_has_one_too_many(repository: Path, tmp_path: Path) -> None:
+    check = script("check_wheel").check_wheel
+    whole = ["trainshort/__init__.py", "trainshort/report/assets/page.css"]
+    check(repository, packed(tmp_path / "whole.whl", whole))
+    for wrong, name in ((whole[:1], "page.css"), ([*whole, "tests/test_x.py"], "tests/test_x.py")):
+        with pytest.raises(AssertionError, match=f"differ in .*{re.escape(name)}"):
+            check(repository, packed(tmp_path / "wrong.whl", wrong))
+
+
+def test_an_sdist_that_lacks_a_file_or_has_one_too_many(repository: Path, tmp_path: Path) -> None:
+    check = script("check_wheel").check_sdist
+
+    def sdist(*left_out: str) -> Path:
+        with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+            for path in repository.rglob("*"):
+                name = path.relative_to(repository).as_posix()
+                if path.is_file() and name not in left_out:
+                    archive.add(path, f"trainshort-0.1.0/{name}")
+        return tmp_path / "x.tar.gz"
+
+    check(repository, sdist(".ci/run"))
+    with pytest.raises(AssertionError, match=r"lacks \['README\.md'\]"):
+        check(repository, sdist("README.md"))
+    whole = sdist()
+    (repository / "README.md").unlink()
+    with pytest.raises(AssertionError, match=r"not in the repository: \['README\.md'\]"):
+        check(repository, whole)
