@@ -15,12 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOWEST, HIGHEST = "lowest", "highest"
 CHOSEN_BY_TORCH = ("setuptools", "torch", "triton")
+OLD_NUMPY = "numpy<2.4"  # Triton's interpreter, which tests use, converts arrays in a way that numpy 2.4 refuses
 
 
-def torch_pin(which: str) -> str | None:
-    """The line for torch; None where nothing keeps pip from the newest."""
+def torch_pin(which: str) -> str:
+    """What pip is told of torch; nothing where it is to take the newest."""
     if which == HIGHEST:
-        return None
+        return ""
     if which == LOWEST:
         return f"torch=={lowest()}.*"
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", which):
@@ -36,10 +37,11 @@ def lowest() -> str:
 
 
 def constraints(which: str) -> str:
-    pinned = (ROOT / "constraints.txt").read_text().splitlines()
-    others = [line for line in pinned if line.partition("==")[0] not in CHOSEN_BY_TORCH]
-    pin = torch_pin(which)
-    return "\n".join([*others, *([] if pin is None else [pin])]) + "\n"
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    lines = [line for line in pinned if line.partition("==")[0] not in CHOSEN_BY_TORCH]
+    if which == LOWEST:
+        lines = [OLD_NUMPY if line.startswith("numpy==") else line for line in lines]
+    return "\n".join(filter(None, [*lines, torch_pin(which)])) + "\n"
 
 
 if __name__ == "__main__":
