@@ -198,7 +198,7 @@ def _is_int(value: object) -> bool:
 
 
 def stops_of(
-    stop_tokens: Collection[int] | None, eos_token_id: int | Collection[int] | None, vocab_size: int
+    stop_tokens: Collection[int] | None, eos_token_id: int | Collection[int] | None
 ) -> Collection[int] | None:
     """The tokens that end a row, by whichever name they were given; None where they were not."""
     if stop_tokens is not None and eos_token_id is not None:
@@ -212,9 +212,6 @@ def stops_of(
     if not isinstance(ids, Collection) or not all(map(_is_int, ids)):
         one = "a token id, or " if name == "eos_token_id" else ""
         raise TypeError(f"{name} must be {one}several token ids, such as (0,) or a list; got {given!r}")
-    for each in ids:
-        if not 0 <= each < vocab_size:
-            raise ValueError(f"{name} must lie in [0, {vocab_size}), the vocabulary; got {each}")
     return [int(each) for each in ids]
 
 

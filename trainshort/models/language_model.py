@@ -173,7 +173,7 @@ class LanguageModel(Model):
             "seed": seed, "use_cache": use_cache, "bounded": bounded, "tolerance": tolerance, "on_token": on_token,
             "cuda_graph": cuda_graph,
         }  # fmt: skip
-        stops = stops_of(stop_tokens, eos_token_id, self.config.vocab_size)
+        stops = stops_of(stop_tokens, eos_token_id)
         if isinstance(tokens, Tensor):
             return generate(self, tokens, key_padding_mask=key_padding_mask, stop_tokens=stops or (), **options)
         check_texts(tokens, self.tokenizer)
