@@ -284,6 +284,7 @@ def test_mistakes_show_before_anything_is_trained(
 def test_the_command_prints_the_table(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = f"compare --recipe demo --data {data} --out {out} --positions alibi learned --length 16 --steps 2"
+    words += " --multiples 1 2 4 8 16"
     more = "--batch-tokens 64 --num-layers 1 --d-model 16 --num-heads 2 --test-tokens 512 --seeds 0 1 --jobs 1"
     assert main([*words.split(), *more.split()]) == 0
     shown = capsys.readouterr().out

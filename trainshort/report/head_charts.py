@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from trainshort.report.heads import Seen, distances, few_heads, slopes_of, wides
 from trainshort.report.methods import COLORS
 from trainshort.report.tables import Table
 
-HEAT = "Viridis"
+# From nothing to everything; reversed where small values are what should stand out.
+PALE, STRONG = "#f1f4f8", "#0b5cad"
 
 
 def kept(seen: Sequence[Seen]) -> Chart:
@@ -19,7 +21,7 @@ def kept(seen: Sequence[Seen]) -> Chart:
     several = len({each.method.label for each in seen}) > 1
     ordered = sorted(seen, key=lambda each: -each.length)
     for name, title, unit in (
-        ("kept", "fraction kept", ":.1%"),
+        ("skipped", "share skipped", ":.1%"),
         ("reach", "mean reach in tokens", ":,.0f"),
         ("farthest", "farthest reach in tokens", ":,.0f"),
     ):
@@ -27,7 +29,7 @@ def kept(seen: Sequence[Seen]) -> Chart:
             values = getattr(each, name)
             if values is not None:
                 label = f"{title}, tested at {each.length:,}" + (f", {each.method.label}" if several else "")
-                views.append(View(label, [heat(values, name == "kept", unit)], grid_layout(values)))
+                views.append(View(label, [heat(values, name == "skipped", unit)], grid_layout(values)))
     for each in ordered:
         for layer, row in enumerate(each.kept):
             for head, value in enumerate(row):
@@ -36,14 +38,27 @@ def kept(seen: Sequence[Seen]) -> Chart:
                 rows.append((each.method.label, each.length, layer + 1, head + 1, value, reach, farthest))
     return Chart(
         "kept",
-        "What certified windows keep, by layer and head",
-        "The fraction of key blocks in sight that ALiBi attention visits, and how many tokens back from the last "
-        "query of a block the first visited key lies, measured on the queries and keys of the model itself in one "
-        "window of the test text, in blocks of 128 keys; every other key is proved not to matter.",
+        "What certified windows skip, by layer and head",
+        "Heads",
+        "The share of key blocks in sight that ALiBi attention never visits, because they are proved not to matter, "
+        "and how many tokens back from the last query of a block the first visited key lies; measured on the queries "
+        "and keys of the model itself in one window of the test text, in blocks of 128 keys.",
         views,
         Table(("method", "tested_at", "layer", "head", "kept", "reach", "farthest"), tuple(rows)),
-        listed=False,
+        lead=_skipped_sentence(ordered),
     )
+
+
+def _skipped_sentence(ordered: Sequence[Seen]) -> str:
+    """How much is skipped at the longest length, and by which heads."""
+    first = ordered[0]
+    every = [value for row in first.skipped for value in row]
+    none = sum(value <= 0 for value in every)
+    said = (
+        f"At {first.length:,} tokens {first.method.label} skips {statistics.fmean(every):.0%} of all key blocks in "
+        f"sight, in its nearest-sighted head {max(every):.0%}"
+    )
+    return said + (f"; {none} of {len(every)} heads see everything." if none else "; every head skips some.")
 
 
 def bias(seen: Sequence[Seen]) -> Chart | None:
@@ -73,16 +88,19 @@ def bias(seen: Sequence[Seen]) -> Chart | None:
     return Chart(
         "bias",
         "The bias and the certified window of a few heads",
+        "Bias",
         "ALiBi's penalty on distance for heads from the steepest to the flattest slope: full lines end at the "
         "farthest key that any query visited in any layer, in one window of the longest test length; markers stand "
         "at the mean reach; the dotted rest was proved not to matter.",
         views,
-        Table(("method", "tested_at", "head", "slope", "mean_reach", "farthest"), tuple(rows)),
+        table := Table(("method", "tested_at", "head", "slope", "mean_reach", "farthest"), tuple(rows)),
         axes="x",
+        listed=table,
     )
 
 
-def heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any]:
+def heat(values: list[list[float]], fraction: bool, unit: str, reverse: bool = False) -> dict[str, Any]:
+    """reverse: small values stand out."""
     heads = [str(head + 1) for head in range(len(values[0]))]
     layers = [str(layer + 1) for layer in range(len(values))]
     trace: dict[str, Any] = {
@@ -90,9 +108,10 @@ def heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any]
         "x": heads,
         "y": layers,
         "z": values,
-        "colorscale": HEAT,
-        "xgap": 1,
-        "ygap": 1,
+        "colorscale": [[0, PALE], [1, STRONG]],
+        "reversescale": reverse,
+        "xgap": 3,
+        "ygap": 3,
         "colorbar": {"thickness": 12, "tickformat": ".0%" if fraction else ",d"},
         "hovertemplate": f"layer %{{y}}, head %{{x}}: %{{z{unit}}}<extra></extra>",
     }
