@@ -24,8 +24,8 @@ def said(folder: Path) -> str:
 def test_it_names_every_method_and_the_best_at_the_training_length(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     sentence = (
-        "Trained at 64 tokens and tested at 256 (4 times as long), ALiBi has perplexity 4.000 (×0.800 of its value at "
-        "64), T5 bias 6.000 (×1.09), Rotary 12.00 (×3.00) and Sinusoidal 24.00 (×4.00); at 64 tokens the best is "
+        "Trained at 64 tokens and tested at 256 (4 times as long), ALiBi has perplexity 4.000 (×0.800 of its value "
+        "at 64), T5 bias 6.000 (×1.09), Rotary 12.00 (×3.00) and Sinusoidal 24.00 (×4.00); at 64 tokens the best is "
         "Rotary with 4.000."
     )
     assert said(tmp_path / "runs") == sentence

@@ -37,7 +37,8 @@ def figure_html(chart: Chart) -> str:
     label = f"Chart: {chart.title}. {chart.sentence}"
     values = ""
     if chart.listed is not None:
-        values = f"<details><summary>The values as a table</summary>{table_html(chart.listed, chart.title)}</details>"
+        table = table_html(chart.listed, f"values of {chart.title}")
+        values = f"<details><summary>The values as a table</summary>{table}</details>"
     return (
         f'{lead}<figure><div class="tools" role="group" aria-label="{escaped(chart.title)}: what is shown">'
         f'{_views(chart)}<span class="space"></span>{_scales(chart)}{_buttons(chart)}</div>'
@@ -148,8 +149,9 @@ def _cell(cell: Cell | None) -> str:
 
 def scrolling(title: str, inner: str) -> str:
     """A box that says so where it is too narrow for what it holds."""
+    label = escaped(f"Table: {title}")
     return (
-        f'<div class="box"><div class="scroll" role="region" tabindex="0" aria-label="{escaped(title)}">{inner}</div>'
+        f'<div class="box"><div class="scroll" role="region" tabindex="0" aria-label="{label}">{inner}</div>'
         '<p class="more" aria-hidden="true">scroll for more →</p></div>'
     )
 

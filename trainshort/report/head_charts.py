@@ -137,9 +137,9 @@ def _drawn(
     end = length if farthest is None else min(farthest, length)
     near = sorted({each for each in distances(length) if each <= end} | {round(end)})
     far = [round(end)] + [each for each in distances(length) if each > end]
-    name = plotly_text(f"head {head + 1}, slope {slope:.4g}")
+    name = plotly_text(f"head {head + 1}, slope {slope:.3g}")
     common = {"type": "scatter", "legendgroup": name, "name": name}
-    hover = {"hovertemplate": "%{y:.2f} at %{x:,} tokens"}
+    hover = {"hovertemplate": f"<b>%{{y:.2f}}</b>  {name}<extra></extra>"}
     traces: list[dict[str, Any]] = [
         common
         | hover
@@ -154,6 +154,6 @@ def _drawn(
             common
             | {"mode": "markers", "x": [reach], "y": [-slope * reach], "showlegend": False}
             | {"marker": {"color": color, "size": 10, "symbol": "diamond"}}
-            | {"hovertemplate": "mean reach %{x:,.0f} tokens"}
+            | {"hovertemplate": f"mean reach of {name}<extra></extra>"}
         )
     return traces

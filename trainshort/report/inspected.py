@@ -195,13 +195,13 @@ def by_length(found: Values) -> Chart:
     views, rows = [], []
     for name, title in (("visited", "that attention visits"), ("seen", "that heads can see")):
         everything = [statistics.fmean(_flat(each[name])) for each in found["by_length"]]
-        hover = "%{y:.1%} at %{x:,} tokens"
-        mean = _line("all heads", lengths, everything, 0, hover)
+        mean = _line("all heads", lengths, everything, 0, ".1%", meta={"end": "all heads"})
         mean |= {"line": {"color": GREY, "width": 4}, "marker": {"color": GREY, "size": 9, "symbol": "circle"}}
         traces = [mean]
         for place, head in enumerate(_some_heads(found, 4)):
             shares = [statistics.fmean(row[head] for row in each[name]) for each in found["by_length"]]
-            traces.append(_line(_label(found, head), lengths, shares, place, hover))
+            label = _label(found, head)
+            traces.append(_line(label, lengths, shares, place, ".1%", meta={"end": plotly_text(label)}))
         layout = {
             "xaxis": axis("length of the text in tokens", "log", lengths),
             "yaxis": axis("share of the keys in sight") | {"rangemode": "tozero", "tickformat": ".0%"},
@@ -236,7 +236,7 @@ def by_distance(found: Values) -> Chart:
         traces = [
             _line(
                 _label(found, head), edges[1:], [value if value >= LEAST else None for value in values[head][1:]],
-                place, "%{y:.2%} beyond %{x:,} tokens",
+                place, ".2%",
             )
             for place, head in enumerate(heads)
         ]  # fmt: skip
@@ -359,11 +359,11 @@ def _some_heads(found: Values, limit: int) -> list[int]:
 
 
 def _label(found: Values, head: int) -> str:
-    slope = "" if found["slopes"] is None else f", slope {found['slopes'][head]:.4g}"
+    slope = "" if found["slopes"] is None else f", slope {found['slopes'][head]:.3g}"
     return f"head {head + 1}{slope}"
 
 
-def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, hover: str, **more: Any) -> Plot:
+def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, unit: str, **more: Any) -> Plot:
     color = COLORS[place % len(COLORS)]
     return {
         "type": "scatter",
@@ -374,7 +374,7 @@ def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, 
         "y": list(y),
         "line": {"color": color, "width": 2, "dash": DASHES[place // len(COLORS) % len(DASHES)]},
         "marker": {"color": color, "size": 5},
-        "hovertemplate": hover,
+        "hovertemplate": f"<b>%{{y:{unit}}}</b>  {plotly_text(name)}<extra></extra>",
     } | more
 
 

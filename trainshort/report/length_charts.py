@@ -89,7 +89,7 @@ def extrapolation(
     empty = {f"{name}{each}" for name in FIGURES if name not in names for each in ("", "_deviation")}
     return Chart(
         "extrapolation",
-        f"{what} by test length",
+        f"{what} beyond the training length",
         "Result",
         f"{what} (lower is better) by the length of the windows that a trained model is tested on, each over {how}; "
         f"windows in the shaded part are longer than those it was trained on{bands}.",

@@ -137,19 +137,19 @@ def document(
 </head>
 <body>
 <a class="skip" href="#content">Skip to the content</a>
-<div class="bar"><nav aria-label="Sections"><ul>{links}</ul></nav>{switches}</div>
+<header class="bar"><nav aria-label="Sections"><ul>{links}</ul></nav>{switches}</header>
 <main id="content">
-<header>
+<div class="opening">
 <h1>{escaped(lead.title)}</h1>
 {lead.finding}
 <dl class="facts">{facts}</dl>
 {lead.notes}
 <noscript><p class="problems">The charts need JavaScript; the tables below do not.</p></noscript>
-</header>
+</div>
 {"".join(map(_section_html, sections))}
-</main>
 <p class="hidden" id="chart-keys">{KEYS}</p>
 <p class="hidden" id="said" role="status"></p>
+</main>
 <script type="application/json" id="report-data">{json_for_page({"charts": shown, "tables": dict(tables)})}</script>
 <script>{plotly}</script>
 <script>{script}</script>
