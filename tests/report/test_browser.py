@@ -226,6 +226,10 @@ def test_the_keyboard_reads_a_chart_and_reaches_every_control(shared: Opened) ->
     found.page.wait_for_selector("#chart-extrapolation .hoverlayer .legendtext")
     found.page.keyboard.press("ArrowLeft")
     assert found.page.locator("#said").text_content().startswith("128: ")
+    found.page.locator("#chart-kept").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        found.page.keyboard.press(key)
+    assert found.page.locator("#said").text_content() == "layer 2, head 2: 25.0%"
     selector = "a, button:not([hidden]), select, summary, .scroll, .chart, input:not([type=radio])"
     shown = f"[...document.querySelectorAll('{selector}')].filter(each => each.checkVisibility())"
     wanted = found.page.evaluate(f"{shown}.map((each, place) => each.dataset.stop = place)")

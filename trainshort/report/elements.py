@@ -41,7 +41,7 @@ def figure_html(chart: Chart) -> str:
         values = f"<details><summary>The values as a table</summary>{table}</details>"
     return (
         f'{lead}<figure><div class="tools" role="group" aria-label="{escaped(chart.title)}: what is shown">'
-        f'{_views(chart)}<span class="space"></span>{_scales(chart)}{_buttons(chart)}</div>'
+        f'{_views(chart)}<span class="controls">{_scales(chart)}{_buttons(chart)}</span></div>'
         f'<div class="chart" id="chart-{chart.id}" role="img" tabindex="0" aria-label="{escaped(label)}" '
         f'aria-describedby="chart-keys"></div>'
         f"<figcaption>{escaped(chart.sentence)}</figcaption>{notes}</figure>{values}"

@@ -60,9 +60,10 @@ def finding(test: Tested, methods: Sequence[Method]) -> Finding | None:
     trained = {each.method.length for each in found}
     common = next(iter(trained)) if len(trained) == 1 else None
     parts: list[Part] = [_beginning(common, length)]
+    comma, last = ("; ", "; and ") if any("," in each.method.label for each in there) else (", ", " and ")
     for place, each in enumerate(there[:MOST]):
         if place:
-            parts.append(" and " if place == len(there) - 1 else ", ")
+            parts.append(last if place == len(there) - 1 else comma)
         parts += [each.method, _figure(each, length, FIGURES[test.figure] if place == 0 else "")]
     if len(there) > MOST:
         parts.append(f" and {len(there) - MOST} others up to {significant(there[-1].at(length))}")
@@ -163,7 +164,7 @@ def _data(runs: Sequence[Run], test: Tested | None) -> str:
 def _model(runs: Sequence[Run]) -> str:
     shapes = {tuple(whole(run.model.get(name)) for name in ("num_layers", "d_model", "num_heads")) for run in runs}
     if len(shapes) > 1:
-        return "of different sizes"
+        return "sizes differ"
     layers, width, heads = next(iter(shapes))
     if layers is None or width is None or heads is None:
         return ""
@@ -171,8 +172,8 @@ def _model(runs: Sequence[Run]) -> str:
 
 
 def _training(runs: Sequence[Run]) -> str:
-    trained = {(whole(run.train.get("steps")), whole(run.train.get("batch_tokens"))) for run in runs}
+    trained = {(whole(run.train.get("steps")), whole(run.train.get("batch_tokens"))) for run in runs if run.train}
     if len(trained) > 1:
-        return "of different lengths"
-    steps, batch = next(iter(trained))
+        return "steps differ"
+    steps, batch = next(iter(trained), (None, None))
     return "" if steps is None or batch is None else f"{steps:,} steps of {batch:,} tokens"

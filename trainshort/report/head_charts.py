@@ -45,8 +45,16 @@ def kept(seen: Sequence[Seen]) -> Chart:
         "and keys of the model itself in one window of the test text, in blocks of 128 keys.",
         views,
         Table(("method", "tested_at", "layer", "head", "kept", "reach", "farthest"), tuple(rows)),
+        listed=_skipped_table(ordered[0]),
         lead=_skipped_sentence(ordered),
     )
+
+
+def _skipped_table(seen: Seen) -> Table:
+    """The first heat map in figures: layers down, heads across."""
+    heads = tuple(f"head {head + 1}" for head in range(len(seen.kept[0])))
+    rows = tuple((layer + 1, *(f"{value:.0%}" for value in row)) for layer, row in enumerate(seen.skipped))
+    return Table(("layer", *heads), rows)
 
 
 def _skipped_sentence(ordered: Sequence[Seen]) -> str:
@@ -54,6 +62,8 @@ def _skipped_sentence(ordered: Sequence[Seen]) -> str:
     first = ordered[0]
     every = [value for row in first.skipped for value in row]
     none = sum(value <= 0 for value in every)
+    if none == len(every):
+        return f"At {first.length:,} tokens {first.method.label} skips nothing: in short texts looking would not pay."
     said = (
         f"At {first.length:,} tokens {first.method.label} skips {statistics.fmean(every):.0%} of all key blocks in "
         f"sight, in its nearest-sighted head {max(every):.0%}"

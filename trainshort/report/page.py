@@ -33,7 +33,8 @@ from trainshort.report.tables import Perplexities, Table
 from trainshort.report.text import escaped, json_for_page, significant
 
 ASSETS = Path(__file__).parent / "assets"
-KEYS = "With the arrow keys left and right you hear and see the values at one place after the other."
+KEYS = "With the arrow keys you hear and see the values at one place after the other."
+SHOWN = 4  # problems; those after them can be opened
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _runs(content: Content) -> str:
         inner += quiet(f"The same for all: {shared}.")
     inner += download_html("runs", "Download as CSV")
     if content.with_configs:
-        inner += "".join(config_html(run, _files(run)) for run in content.runs)
+        inner += "<h3>Configs</h3>" + "".join(config_html(run, _files(run)) for run in content.runs)
     if content.missing:
         reasons = "".join(
             f"<li><strong>{escaped(name)}.</strong> {escaped(reason)}</li>"
@@ -226,8 +227,10 @@ def _problems(content: Content) -> str:
     items += [f"<code>{escaped(each.path)}</code>: {escaped(each.what)}" for each in content.problems]
     if not items:
         return ""
-    listed = "".join(f"<li>{item}</li>" for item in items)
-    return f'<div class="problems" role="note"><strong>Read this first</strong><ul>{listed}</ul></div>'
+    listed = [f"<li>{item}</li>" for item in items]
+    first, rest = "".join(listed[:SHOWN]), "".join(listed[SHOWN:])
+    more = f"<details><summary>and {len(items) - SHOWN} more</summary><ul>{rest}</ul></details>" if rest else ""
+    return f'<div class="problems" role="note"><strong>Read this first</strong><ul>{first}</ul>{more}</div>'
 
 
 def _files(run: Run) -> list[tuple[str, str]]:

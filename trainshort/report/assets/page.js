@@ -6,7 +6,7 @@
   const narrow = matchMedia("(max-width: 40rem)");
   const coarse = matchMedia("(pointer: coarse)");
   const hidden = new Set();
-  const state = new Map(); // chart name -> { view, scale, across, place }
+  const state = new Map(); // chart name -> { view, scale, across, place, row }
   const charts = new Map(data.charts.map((chart) => [chart.name, chart]));
   // Nothing leaves the page: plotly's toolbar, whose buttons change with its versions, is replaced by the page's own.
   const config = {
@@ -251,16 +251,31 @@
   // The arrow keys go from place to place: the tooltip shows it, and a screen reader says it.
   function step(chart, by) {
     const target = element(chart.name), view = current(chart), now = state.get(chart.name);
+    if (isHeat(view)) return stepHeat(target, view, now, by);
     const shown = view.traces.filter((trace) => !hidden.has(trace.legendgroup) && trace.hoverinfo !== "skip");
-    if (isHeat(view) || !shown.length) return;
+    if (!shown.length) return;
     const places = [...new Set(shown.flatMap((trace) => trace.x))].filter((each) => each !== null).sort((a, b) => a - b);
-    now.place = Math.min(places.length - 1, Math.max(0, now.place + by));
+    now.place = within(now.place + by[0], places.length);
     const x = places[now.place];
     const here = shown.map((trace) => ({ trace, point: trace.x.indexOf(x) })).filter(({ point }) => point >= 0);
     Plotly.Fx.hover(target, { xval: x });
     const said = here.map(({ trace, point }) => plain(trace.name) + " " + (trace.text ? trace.text[point] : trace.y[point]));
-    document.getElementById("said").textContent = x.toLocaleString("en") + ": " + said.join(", ");
+    say(x.toLocaleString("en") + ": " + said.join(", "));
   }
+
+  // In a heat map, from cell to cell.
+  function stepHeat(target, view, now, by) {
+    const [{ x, y, z, colorbar }] = view.traces, { xaxis, yaxis } = view.layout;
+    now.place = within(now.place + by[0], x.length);
+    now.row = within(now.row + by[1], y.length);
+    Plotly.Fx.hover(target, [{ curveNumber: 0, pointNumber: [now.row, now.place] }]);
+    const value = z[now.row][now.place];
+    const shown = colorbar.tickformat.includes("%") ? (100 * value).toFixed(1) + "%" : Math.round(value).toLocaleString("en");
+    say(`${yaxis.title.text} ${y[now.row]}, ${xaxis.title.text} ${x[now.place]}: ${shown}`);
+  }
+
+  const within = (place, count) => Math.min(count - 1, Math.max(0, place));
+  const say = (text) => { document.getElementById("said").textContent = text; };
 
   function switched(name, shown) {
     if (shown) hidden.delete(name); else hidden.add(name);
@@ -295,12 +310,12 @@
   }
 
   for (const chart of data.charts) {
-    state.set(chart.name, { view: 0, scale: null, across: null, place: -1 });
+    state.set(chart.name, { view: 0, scale: null, across: null, place: -1, row: 0 });
     draw(chart);
     refresh(chart);
     element(chart.name).addEventListener("keydown", (event) => {
-      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!by) return;
+      const by = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+      if (!by || (by[1] && !isHeat(current(chart)))) return; // elsewhere up and down scroll the page
       event.preventDefault();
       step(chart, by);
     });
@@ -308,7 +323,7 @@
   }
   all("[data-views]", "change", (control, chart) => {
     if (control.type === "radio" && !control.checked) return;
-    Object.assign(state.get(chart.name), { view: Number(control.value), scale: null, across: null, place: -1 });
+    Object.assign(state.get(chart.name), { view: Number(control.value), scale: null, across: null, place: -1, row: 0 });
     draw(chart);
     refresh(chart);
   });
