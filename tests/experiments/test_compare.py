@@ -96,6 +96,8 @@ def test_every_model_continues_a_text(data: Path, tmp_path: Path) -> None:
         assert begin.startswith(sample["prompt"])
         assert sample["prompt"]
         assert 0 < len(sample["text"].encode()) <= 4 * most
+        inside = sample["within_trained_length"]  # the prompt of learned positions is half of their 16
+        assert inside == (0 if name.startswith("alibi") else len(sample["text"]))
     before = path.stat().st_mtime_ns
     compare(small(data, tmp_path / "out"))
     assert path.stat().st_mtime_ns == before, "the same weights have nothing new to say"
@@ -290,6 +292,10 @@ def test_the_command_prints_the_table(data: Path, tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     for expected in ("trained at 16, tested at", "256", "alibi", "learned positions end at 16", "means of 2 seeds"):
         assert expected in shown
+    finding, page = shown.splitlines()[-2:]
+    assert finding.startswith("Trained at 16 tokens and tested at 256 (16 times as long), ALiBi has perplexity ")
+    assert "Learned has none there" in finding
+    assert page == f"the report is {out / 'report' / 'report.html'}"
     config = json.loads((out / "comparison.json").read_text())["config"]
     assert config["lr"] == 0.003  # the recipe's
     assert config["positions"] == ["alibi", "learned"]

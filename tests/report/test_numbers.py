@@ -279,3 +279,16 @@ def test_a_comparison_stands_in_for_folders_that_are_gone(tmp_path: Path) -> Non
     found = read_runs([tmp_path])
     assert (len(found.runs), found.problems, found.runs[0].trainshort) == (1, [], "0.1.0")
     assert len(found.runs[0].records) == len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [(1e308, 1e-300, 4.0), (1.0, 1.0, 1.0), (0.0, 5.0, 5.0), (-3.0, 5.0, 1e9)])
+def test_any_figures_can_be_drawn(tmp_path: Path, values: tuple[float, ...]) -> None:
+    folder = make_run(tmp_path / "runs" / "%{x} <b>")
+    make_run(tmp_path / "runs" / "rotary", "rotary", length=0)
+    records = [record(length, 5.0) | {"perplexity": value} for length, value in zip(LENGTHS, values, strict=True)]
+    change(folder / "evaluation.json", records=records)
+    report = build_report([tmp_path / "runs"], tmp_path / "report", dots=50)
+    assert report.finding is not None
+    for view in Page(report.page).chart("extrapolation")["views"]:
+        assert all("%{x}" not in trace.get("hovertemplate", "") for trace in view["traces"])

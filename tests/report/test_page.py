@@ -248,3 +248,24 @@ def test_building_again_replaces_and_removes_its_own(tmp_path: Path) -> None:
     assert not {"figures/bias.svg", "figures/kept.png", "tables/kept.csv", "tables/bias.csv"} & kept
     assert {"notes.txt", "report.html", "figures/extrapolation.svg", "tables/sliding.csv"} <= kept
     assert not [name for name in kept if "partial" in name]
+
+
+def test_samples_stand_side_by_side_with_the_end_of_training(tmp_path: Path) -> None:
+    folders = make_runs(tmp_path / "runs")
+    for folder, inside in zip(folders, (3, 0, 99, "x"), strict=True):
+        sample = {"prompt": "def ", "text": "f(x): <b>", "within_trained_length": inside}
+        write(folder / "samples.json", {"samples": [sample]})
+    page = built(tmp_path)
+    assert sum(tag == "article" for tag, _ in page.tags) == 4
+    assert page.text.count("64 tokens: longer than trained from here") == 2  # others end before, or do not say
+    assert "def f(x 64 tokens: longer than trained from here ): <b>" in page.text
+
+
+def test_many_problems_do_not_hide_the_page(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "alibi")
+    paths = [tmp_path / "runs", *(tmp_path / f"nowhere{place}" for place in range(9))]
+    report = build_report(paths, tmp_path / "report", figures=False)
+    page = Page(report.page)
+    assert len(report.problems) == 9
+    assert all(f"nowhere{place}: no such folder" in page.text for place in range(9))
+    assert "and 5 more" in page.text

@@ -16,6 +16,7 @@ Plot = dict[str, Any]
 MANIFOLD = 2.5  # from the lowest value to the highest: beyond this a scale is logarithmic
 EXPLODED = 20.0  # beyond this even a logarithmic scale puts close methods on top of each other
 WIDTH = 0.02  # a stretched scale is about linear up to this far above its floor, then about logarithmic
+FARTHEST = 1e12
 ROUND = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
@@ -73,6 +74,11 @@ def plotly_text(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+def template_text(text: str) -> str:
+    """A name, as `plotly_text` gives it, inside of a template for tooltips: braces in it are no fields."""
+    return text.replace("%{", "%&#123;")
+
+
 def line(method: Method, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Plot:
     """One method's line; the one that is emphasised is wider and lies above the others."""
     name = plotly_text(method.label)
@@ -89,12 +95,12 @@ def line(method: Method, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Plo
     } | more
 
 
-def labelled(trace: Plot, values: Sequence[str], unit: str = "") -> Plot:
+def labelled(trace: Plot, values: Sequence[str]) -> Plot:
     """With its name and last value at its right end, and rounded values in the tooltip."""
     last = next((text for text, y in zip(reversed(values), reversed(trace["y"]), strict=True) if y is not None), "")
     return trace | {
         "text": list(values),
-        "hovertemplate": f"<b>%{{text}}</b>{unit}  {trace['name']}<extra></extra>",
+        "hovertemplate": f"<b>%{{text}}</b>  {template_text(trace['name'])}<extra></extra>",
         "meta": {"end": trace["name"], "value": last},
     }
 
@@ -153,13 +159,14 @@ def scale_of(values: Iterable[float]) -> tuple[str, Stretch | None, bool]:
     if low <= 0:
         return "linear", None, False
     kind = "log" if high > MANIFOLD * low else "linear"
-    return kind, stretched(low, high), high > EXPLODED * low
+    stretch = stretched(low, high)
+    return kind, stretch, stretch is not None and high > EXPLODED * low
 
 
 def stretched(low: float, high: float) -> Stretch | None:
-    """From just below the lowest value to the highest; None where all are the same."""
+    """From just below the lowest value to the highest; None where all are the same, or too far apart to draw."""
     floor = low / 1.01
-    if high <= 1.01 * low:
+    if not 1.01 * low < high < FARTHEST * low:
         return None
     top = math.asinh((high / floor - 1) / WIDTH)
     places = [floor * (1 + WIDTH * math.sinh(top * place / 8)) for place in range(9)]

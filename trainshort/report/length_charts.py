@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainshort.common.machine import LOADED
-from trainshort.report.charts import Chart, Plot, View, axis, scale_of, with_band
+from trainshort.report.charts import Chart, Plot, View, axis, scale_of, template_text, with_band
 from trainshort.report.heads import seen_by
 from trainshort.report.methods import Method
 from trainshort.report.records import number
@@ -121,7 +121,7 @@ def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Tabl
             trace = with_band(method, values)[0]
             heights += trace["y"]
             trace["name"] += f", {protocol}"
-            trace["hovertemplate"] = f"<b>%{{text}}</b>  {trace['name']}<extra></extra>"
+            trace["hovertemplate"] = f"<b>%{{text}}</b>  {template_text(trace['name'])}<extra></extra>"
             trace["line"] = trace["line"] | {"dash": ("solid", "dash", "dot", "dashdot")[place % 4]}
             if place:
                 trace["marker"] = trace["marker"] | {"symbol": f"{method.marker}-open"}

@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from trainshort.report.charts import Chart, Plot, View, axis, band, labelled, line, plotly_text, rounded
+from trainshort.report.charts import (
+    Chart,
+    Plot,
+    View,
+    axis,
+    band,
+    labelled,
+    line,
+    plotly_text,
+    rounded,
+    template_text,
+)
 from trainshort.report.length_charts import trained_lengths
 from trainshort.report.methods import Method
 from trainshort.report.series import FEW, Curve, Protocols, loss_by_place, loss_by_position
@@ -70,7 +81,9 @@ def _places(method: Method, protocols: Protocols, protocol: str, length: int) ->
     trace["meta"]["value"] = texts[-1]
     spans = [f"{each.first:,} to {each.last:,}" for each in bins]
     trace["customdata"] = spans
-    trace["hovertemplate"] = f"<b>%{{text}}</b>  {trace['name']}, places %{{customdata}}<extra></extra>"
+    trace["hovertemplate"] = (
+        f"<b>%{{text}}</b>  {template_text(trace['name'])}, places %{{customdata}}<extra></extra>"
+    )
     if all(each.deviation is None for each in bins):
         return [trace]
     spread = [each.deviation or 0.0 for each in bins]
@@ -85,7 +98,7 @@ def training(curves: Sequence[tuple[Method, Curve]]) -> Chart:
         traces, named = list[Plot](), set[str]()
         for method, curve in curves:
             x = curve.steps if name == "steps" else curve.seconds
-            run = plotly_text(curve.run.name)
+            run = template_text(plotly_text(curve.run.name))
             if curve.losses and any(each is not None for each in x):
                 first = method.label not in named
                 trace = labelled(

@@ -63,7 +63,8 @@ class Run:
     @property
     def length(self) -> int | None:
         """That it was trained at."""
-        return whole(self.train.get("length", self.about.get("length")))
+        found = whole(self.train.get("length", self.about.get("length")))
+        return found if found is not None and found > 0 else None
 
     @property
     def seed(self) -> int | None:

@@ -116,7 +116,8 @@ def ratios(method: Method, values: Sequence[Point]) -> dict[int, float | None]:
     def ratio(each: Point) -> float | None:
         if base is None or not base.mean or each.mean is None or each.runs != base.runs:
             return None
-        return each.mean / base.mean
+        found = each.mean / base.mean
+        return found if math.isfinite(found) else None
 
     return {each.length: ratio(each) for each in values}
 
