@@ -93,8 +93,8 @@ def test_several_seeds_give_means_and_bands(tmp_path: Path) -> None:
     line, band = chart.views[0].traces
     assert line["y"] == pytest.approx([each.mean for each in found], rel=1e-5)
     low, high = band["y"][: len(found)], band["y"][: len(found) - 1 : -1]
-    assert low == pytest.approx([each.mean - each.deviation for each in found])
-    assert high == pytest.approx([each.mean + each.deviation for each in found])
+    assert low == pytest.approx([each.mean - each.deviation for each in found], rel=1e-5)
+    assert high == pytest.approx([each.mean + each.deviation for each in found], rel=1e-5)
     assert "standard deviation over seeds" in chart.sentence
 
 

@@ -16,7 +16,7 @@ Plot = dict[str, Any]
 MANIFOLD = 2.5  # from the lowest value to the highest: beyond this a scale is logarithmic
 EXPLODED = 20.0  # beyond this even a logarithmic scale puts close methods on top of each other
 WIDTH = 0.02  # a stretched scale is about linear up to this far above its floor, then about logarithmic
-FARTHEST = 1e12
+FARTHEST, ASTRONOMICAL = 1e12, 1e100
 ROUND = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
@@ -105,7 +105,7 @@ def labelled(trace: Plot, values: Sequence[str]) -> Plot:
     }
 
 
-def band(method: Method, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> Plot:
+def band(method: Method, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None]) -> Plot:
     """One standard deviation to both sides, below the line."""
     name = plotly_text(method.label)
     return {
@@ -135,8 +135,8 @@ def with_band(method: Method, values: Sequence[Point]) -> list[Plot]:
     if all(deviation is None for _, _, deviation in known):
         return [trace]
     spreads = [deviation or 0.0 for _, _, deviation in known]
-    low = [max(mean - deviation, mean / 1000) for mean, deviation in zip(means, spreads, strict=True)]
-    high = [mean + deviation for mean, deviation in zip(means, spreads, strict=True)]
+    low = [rounded(max(mean - deviation, mean / 1000)) for mean, deviation in zip(means, spreads, strict=True)]
+    high = [rounded(mean + deviation) for mean, deviation in zip(means, spreads, strict=True)]
     return [trace, band(method, x, low, high)]
 
 
@@ -182,5 +182,5 @@ def _round_number(value: float, floor: float) -> float:
 
 
 def rounded(value: float | None) -> float | None:
-    """Six figures are enough to draw; tables keep them all."""
-    return None if value is None else float(f"{value:.6g}")
+    """Six figures are enough to draw, and what is astronomical no chart can show; tables keep them all."""
+    return None if value is None or abs(value) > ASTRONOMICAL else float(f"{value:.6g}")

@@ -86,7 +86,9 @@ def _rendered(name: str, view: View, dots: int) -> Iterator[tuple[str, bytes]]:
 def _lines(figure: Any, axes: Any, view: View) -> None:
     for trace in view.traces:
         if trace.get("fill") == "toself":
-            axes.fill(trace["x"], trace["y"], color=trace["line"]["color"], alpha=0.18, linewidth=0, zorder=1)
+            axes.fill(
+                *_known(trace["x"], trace["y"]), color=trace["line"]["color"], alpha=0.18, linewidth=0, zorder=1
+            )
         else:
             _line(axes, trace)
     _axis(axes, "x", view.layout["xaxis"])

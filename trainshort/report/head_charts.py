@@ -117,7 +117,7 @@ def heat(values: list[list[float]], fraction: bool, unit: str, reverse: bool = F
         "type": "heatmap",
         "x": heads,
         "y": layers,
-        "z": values,
+        "z": [[float(f"{value:.4g}") for value in row] for row in values],  # enough for a colour and a tooltip
         "colorscale": [[0, PALE], [1, STRONG]],
         "reversescale": reverse,
         "xgap": 3,

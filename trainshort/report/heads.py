@@ -27,7 +27,7 @@ class Seen:
 
     @property
     def skipped(self) -> Grid:
-        return [[1.0 - value for value in row] for row in self.kept]
+        return [[round(1.0 - value, 5) for value in row] for row in self.kept]
 
 
 def slopes_of(run: Run) -> list[float] | None:

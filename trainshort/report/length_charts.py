@@ -43,8 +43,8 @@ def by_length(methods: Sequence[Method], found: Sequence[Sequence[Point]], title
         if known:
             lengths |= {each.length for each in known}
             traces += (drawn := with_band(method, known))
-            values += [y for trace in drawn for y in trace["y"]]
-    if not traces:
+            values += [y for trace in drawn for y in trace["y"] if y is not None]
+    if not values:
         return None
     kind, stretch, is_stretched = scale_of(values)
     layout = {
@@ -119,7 +119,7 @@ def against_sliding(methods: Sequence[Method], protocols: Protocols, table: Tabl
                 continue
             lengths |= {each.length for each in values}
             trace = with_band(method, values)[0]
-            heights += trace["y"]
+            heights += [y for y in trace["y"] if y is not None]
             trace["name"] += f", {protocol}"
             trace["hovertemplate"] = f"<b>%{{text}}</b>  {template_text(trace['name'])}<extra></extra>"
             trace["line"] = trace["line"] | {"dash": ("solid", "dash", "dot", "dashdot")[place % 4]}

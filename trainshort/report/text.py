@@ -85,6 +85,8 @@ def significant(value: float | None, like: float | None = None) -> str:
 def times(ratio: float) -> str:
     """A ratio in three figures: ×0.978, ×1.95, ×24.3, ×2,430."""
     size = abs(ratio)
+    if 0 < size < 0.01:
+        return f"×{ratio:.2g}"
     decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
     return f"×{ratio:,.{decimals}f}" if size < 1e6 else f"×{ratio:.1e}"
 
