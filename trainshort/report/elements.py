@@ -88,7 +88,7 @@ def _buttons(chart: Chart) -> str:
 
 
 def table_html(table: Table, title: str) -> str:
-    texts = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
+    texts = [any(_is_text(row[place]) for row in table.rows) for place in range(len(table.columns))]
     heads = "".join(
         f'<th scope="col"{" class=text" if text else ""}>{escaped(name.replace("_", " "))}</th>'
         for name, text in zip(table.columns, texts, strict=True)
@@ -97,11 +97,16 @@ def table_html(table: Table, title: str) -> str:
     return scrolling(title, f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
 
 
+def _is_text(value: Any) -> bool:
+    """Shares in percent are figures, and stand on the right."""
+    return isinstance(value, str) and not value.endswith("%")
+
+
 def _plain_cell(value: Any) -> str:
     if value is None:
         return "<td></td>"
     if isinstance(value, str):
-        return f'<td class="text">{escaped(value)}</td>'
+        return f"<td{' class=text' if _is_text(value) else ''}>{escaped(value)}</td>"
     return f"<td>{value:,}</td>" if isinstance(value, int) else f"<td>{significant(value)}</td>"
 
 
@@ -152,7 +157,7 @@ def scrolling(title: str, inner: str) -> str:
     label = escaped(f"Table: {title}")
     return (
         f'<div class="box"><div class="scroll" role="region" tabindex="0" aria-label="{label}">{inner}</div>'
-        '<p class="more" aria-hidden="true">scroll for more →</p></div>'
+        '<p class="more" aria-hidden="true"></p></div>'
     )
 
 

@@ -19,6 +19,7 @@ FIGURES = {
     "bits_per_byte": "bits per byte",
     "perplexity_per_word": "perplexity per word",
 }
+OF_TEST = ("data", "split", "first_token", "end_token", "dtype", "position")  # columns for those who join files
 RATIO = "ratio to the trained length"
 WORDS = 100_000  # with a perplexity above this, guessing among all words of a large dictionary would do better
 OTHER_TOKENS = (
@@ -96,9 +97,14 @@ def extrapolation(
         [view for view in views if view is not None],
         table,
         axes="xy",
-        listed=table.without(*empty, *("data", "split", "first_token", "end_token", "dtype", "position")),
+        listed=table.without(*empty, *OF_TEST, *_same(table, "trained_at", "windows", "seeds")),
         notes=[] if figure == "perplexity" else [OTHER_TOKENS],
     )
+
+
+def _same(table: Table, *names: str) -> list[str]:
+    """Of these columns, those in which all rows agree: nothing to tell them apart by."""
+    return [name for name in names if name in table.split_common()[1]]
 
 
 def _ratio_view(methods: Sequence[Method], found: Sequence[Sequence[Point]]) -> View | None:
@@ -160,6 +166,8 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
     notes += _loaded(methods, protocols, protocol)
     columns = ("method", "windows", "tested_at", "tokens_per_second", "peak_memory_bytes", "seeds", "left_out")
     table = Table(columns, tuple(rows))
+    in_megabytes = tuple((*row[:4], None if row[4] is None else round(row[4] / 1e6), *row[5:]) for row in rows)
+    listed = Table((*columns[:4], "peak_memory_in_MB", *columns[5:]), in_megabytes)
     return Chart(
         "cost",
         "Speed and memory by length",
@@ -169,7 +177,7 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         [view for view in views if view is not None],
         table,
         axes="xy",
-        listed=table.without("windows"),
+        listed=listed.without("windows", *_same(listed, "seeds")),
         notes=notes,
         lead=speed_sentence(methods, protocols, protocol),
     )

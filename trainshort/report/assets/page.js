@@ -354,8 +354,11 @@
   // Boxes that hold more than they show say so, until their end is reached.
   function hint(box) {
     const inner = box.firstElementChild;
-    box.classList.toggle("scrolls", inner.scrollWidth > inner.clientWidth + 2);
-    box.classList.toggle("ended", inner.scrollLeft + inner.clientWidth >= inner.scrollWidth - 2);
+    const across = inner.scrollWidth - inner.clientWidth, down = inner.scrollHeight - inner.clientHeight;
+    box.classList.toggle("across", across > 2 && inner.scrollLeft < across - 2);
+    box.classList.toggle("scrolls", across > 2 || down > 2);
+    box.classList.toggle("ended", inner.scrollLeft >= across - 2 && inner.scrollTop >= down - 2);
+    box.lastElementChild.textContent = "scroll for more " + (across > 2 ? "→" : "") + (down > 2 ? "↓" : "");
   }
   const sizes = new ResizeObserver((entries) => entries.forEach((entry) => hint(entry.target)));
   for (const box of document.querySelectorAll(".box")) {
