@@ -128,7 +128,7 @@ def heat(values: list[list[float]], fraction: bool, unit: str, reverse: bool = F
     if fraction:
         trace |= {"zmin": 0, "zmax": 1}
     if len(values) * len(heads) <= 128:
-        trace |= {"texttemplate": "%{z" + (":.0%" if fraction else ":,.0f") + "}", "textfont": {"size": 11}}
+        trace |= {"texttemplate": "%{z" + (":.0%" if fraction else ":,.0f") + "}", "textfont": {"size": 12}}
     return trace
 
 

@@ -163,9 +163,9 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         for one, other in zip(speed, memory, strict=True):
             rows.append((method.label, protocol, one.length, one.mean, other.mean, one.seeds, one.skipped))
         notes += [f"{method.label} at {each.length:,}: {each.skipped}" for each in speed if each.skipped]
-    notes += _loaded(methods, protocols, protocol)
+    notes += (loaded := _loaded(methods, protocols, protocol))
     columns = ("method", "windows", "tested_at", "tokens_per_second", "peak_memory_bytes", "seeds", "left_out")
-    table = Table(columns, tuple(rows))
+    table, said = Table(columns, tuple(rows)), speed_sentence(methods, protocols, protocol)
     in_megabytes = tuple((*row[:4], None if row[4] is None else round(row[4] / 1e6), *row[5:]) for row in rows)
     listed = Table((*columns[:4], "peak_memory_in_MB", *columns[5:]), in_megabytes)
     return Chart(
@@ -179,7 +179,7 @@ def cost(methods: Sequence[Method], protocols: Protocols, protocol: str, how: st
         axes="xy",
         listed=listed.without("windows", *_same(listed, "seeds")),
         notes=notes,
-        lead=speed_sentence(methods, protocols, protocol),
+        lead=f"{said} Others were using the machine." if said and loaded else said,
     )
 
 

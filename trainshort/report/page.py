@@ -187,7 +187,7 @@ def _sections(content: Content) -> list[Section]:
                     Section(f"perplexities{listed.suffix}", listed.title, f"Table{number}", _listed(listed))
                 )
     if samples := samples_html(content.methods):
-        said = "How each model goes on with the same text (the paler part), at the same random numbers."
+        said = "How each model goes on with the same text (the paler part), with the same random numbers."
         sections.append(Section("samples", "Samples", "Samples", quiet(said) + samples))
     sections.append(Section("runs", "Runs, versions and configs", "Runs", _runs(content)))
     return sections
