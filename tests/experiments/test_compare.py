@@ -96,6 +96,8 @@ def test_every_model_continues_a_text(data: Path, tmp_path: Path) -> None:
         assert begin.startswith(sample["prompt"])
         assert sample["prompt"]
         assert 0 < len(sample["text"].encode()) <= 4 * most
+        inside = sample["within_trained_length"]  # the prompt of learned positions is half of their 16
+        assert inside == (0 if name.startswith("alibi") else len(sample["text"]))
     before = path.stat().st_mtime_ns
     compare(small(data, tmp_path / "out"))
     assert path.stat().st_mtime_ns == before, "the same weights have nothing new to say"
@@ -284,11 +286,16 @@ def test_mistakes_show_before_anything_is_trained(
 def test_the_command_prints_the_table(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = f"compare --recipe demo --data {data} --out {out} --positions alibi learned --length 16 --steps 2"
+    words += " --multiples 1 2 4 8 16"
     more = "--batch-tokens 64 --num-layers 1 --d-model 16 --num-heads 2 --test-tokens 512 --seeds 0 1 --jobs 1"
     assert main([*words.split(), *more.split()]) == 0
     shown = capsys.readouterr().out
     for expected in ("trained at 16, tested at", "256", "alibi", "learned positions end at 16", "means of 2 seeds"):
         assert expected in shown
+    finding, page = shown.splitlines()[-2:]
+    assert finding.startswith("Trained at 16 tokens and tested at 256 (16 times as long), ALiBi has perplexity ")
+    assert "Learned has none there" in finding
+    assert page == f"the report is {out / 'report' / 'report.html'}"
     config = json.loads((out / "comparison.json").read_text())["config"]
     assert config["lr"] == 0.003  # the recipe's
     assert config["positions"] == ["alibi", "learned"]

@@ -77,9 +77,11 @@ def test_figure1_is_the_papers() -> None:
     assert config.mode == "nonoverlapping"
 
 
-def test_demo_tests_at_sixteen_times_the_length() -> None:
+def test_demo_tests_at_many_times_the_length() -> None:
     config = RECIPES["demo"]()
     assert config.data is None
     assert len(config.positions) == 4
-    assert config.lengths_for(config.length[0])[-1] == 16 * config.length[0]
+    assert config.lengths_for(config.length[0])[-1] == 256 * config.length[0]
+    assert config.test_tokens is not None
+    assert config.test_tokens % (256 * config.length[0]) == 0  # whole windows of every length
     assert not config.lrs

@@ -13,11 +13,13 @@ from tests.report.made import LENGTHS, PERPLEXITIES, TOKENS, change, make_run, m
 from tests.report.parsed import Page
 from trainshort.ops import alibi_slopes
 from trainshort.report.build import build_report, content_of
+from trainshort.report.charts import scale_of
 from trainshort.report.heads import few_heads, paper_slopes, slopes_of
 from trainshort.report.methods import methods_of
 from trainshort.report.reading import Run, read_runs
-from trainshort.report.series import HALF, NONOVERLAPPING, Protocols, curve, loss_by_position, points
+from trainshort.report.series import HALF, NONOVERLAPPING, Protocols, curve, loss_by_place, loss_by_position, points
 from trainshort.report.tables import latex_table, perplexities
+from trainshort.report.text import significant
 
 
 def test_the_figure_has_the_perplexities(tmp_path: Path) -> None:
@@ -29,12 +31,19 @@ def test_the_figure_has_the_perplexities(tmp_path: Path) -> None:
     for trace, position in zip(traces, ("alibi", "rotary", "sinusoidal", "t5"), strict=True):
         assert trace["x"] == list(LENGTHS)
         assert trace["y"] == list(PERPLEXITIES[position])
-        assert "error_y" not in trace
-    assert [view["layout"]["yaxis"]["title"]["text"] for view in page.chart("extrapolation")["views"]] == [
+        assert trace["meta"]["end"] == trace["name"]  # each line is labelled at its right end
+        assert trace["text"][-1] == significant(PERPLEXITIES[position][-1])
+    widths = [trace["line"]["width"] for trace in traces]
+    assert widths[0] > max(widths[1:])  # ALiBi stands out
+    views = page.chart("extrapolation")["views"]
+    assert [view["layout"]["yaxis"]["title"]["text"] for view in views] == [
         "perplexity per token",
-        "perplexity per word",
+        "ratio to the trained length",
         "bits per byte",
+        "perplexity per word",
     ]
+    assert views[1]["traces"][1]["y"] == [1.0, 1.5, 3.0]
+    assert [view["trained"] for view in views] == [[64]] * 4  # where the shaded part begins
 
 
 def test_the_csv_is_the_data(tmp_path: Path) -> None:
@@ -64,11 +73,11 @@ def test_the_best_of_each_length_is_marked(tmp_path: Path) -> None:
     assert best == {64: ["Rotary"], 128: ["ALiBi"], 256: ["ALiBi"]}
     latex = latex_table(table, "50% of_it")
     assert r"ALiBi & 5.000 & \textbf{4.500} & \textbf{4.000} \\" in latex
-    assert r" & $\times$1.000 & $\times$0.900 & $\times$0.800 \\" in latex
+    assert r" & $\times$1.00 & $\times$0.900 & $\times$0.800 \\" in latex
     assert r"\caption{50\% of\_it}" in latex
 
 
-def test_several_seeds_give_means_and_bars(tmp_path: Path) -> None:
+def test_several_seeds_give_means_and_bands(tmp_path: Path) -> None:
     factors = (1.0, 1.1, 1.3)
     for seed, factor in enumerate(factors):
         make_run(tmp_path / f"alibi-seed{seed}", seed=seed, factor=factor)
@@ -81,7 +90,11 @@ def test_several_seeds_give_means_and_bars(tmp_path: Path) -> None:
         assert each.deviation == pytest.approx(value * statistics.stdev(factors))
         assert each.seeds == 3
     chart = content_of(read_runs([tmp_path]), title=None).charts[0]
-    assert chart.views[0].traces[0]["error_y"]["array"] == [each.deviation for each in found]
+    line, band = chart.views[0].traces
+    assert line["y"] == pytest.approx([each.mean for each in found], rel=1e-5)
+    low, high = band["y"][: len(found)], band["y"][: len(found) - 1 : -1]
+    assert low == pytest.approx([each.mean - each.deviation for each in found], rel=1e-5)
+    assert high == pytest.approx([each.mean + each.deviation for each in found], rel=1e-5)
     assert "standard deviation over seeds" in chart.sentence
 
 
@@ -152,6 +165,67 @@ def test_loss_by_position_is_a_sum_over_a_count(tmp_path: Path) -> None:
     assert found == [(1, 1, 3.0, 4), (2, 4, 1.5, 12), (5, 64, 1.0, 80)]
 
 
+def test_places_with_few_tokens_are_merged(tmp_path: Path) -> None:
+    """Four places had a token each, then came bins with more: one ends where training windows did."""
+    binned = {
+        "edges": [0, 1, 2, 3, 4, 16, 64, 128, 256],
+        "nll_sum": [9.0, 5.0, 7.0, 3.0, 60.0, 600.0, 1280.0, 300.0],
+        "count": [4, 4, 4, 4, 48, 400, 640, 100],
+    }
+    for seed in (0, 1):
+        folder = make_run(tmp_path / f"seed{seed}", seed=seed)
+        sums = [each * (1 + seed) for each in binned["nll_sum"]]
+        change(
+            folder / "evaluation.json", records=[record(256, 5.0) | {"loss_by_position": binned | {"nll_sum": sums}}]
+        )
+    runs = read_runs([tmp_path]).runs
+    found = loss_by_place(methods_of(runs)[0], Protocols(runs), NONOVERLAPPING, 256)
+    assert [(each.first, each.last, each.count) for each in found] == [(1, 64, 928), (65, 256, 1480)]
+    losses = [684 / 464, 1580 / 740]
+    assert [each.loss for each in found] == pytest.approx([1.5 * loss for loss in losses])
+    assert [each.deviation for each in found] == pytest.approx([statistics.stdev([1, 2]) * loss for loss in losses])
+
+
+def test_figures_per_word_are_shown_where_they_mean_something(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "alibi")
+    records = [record(length, 5.0) | {"perplexity_per_word": 3e7} for length in LENGTHS]
+    change(folder / "evaluation.json", records=records)
+    report = build_report([tmp_path / "alibi"], tmp_path / "report", figures=False)
+    page = Page(report.page)
+    assert "per word" not in page.text
+    assert len(page.chart("extrapolation")["views"]) == 3
+    assert "perplexity_per_word" in (tmp_path / "report" / "tables" / "extrapolation.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("high", "kind", "is_stretched"), [(10.5, "linear", False), (60, "log", False), (1e4, "log", True)]
+)
+def test_the_scale_keeps_close_methods_apart(high: float, kind: str, is_stretched: bool) -> None:
+    found_kind, stretch, starts_so = scale_of([10.0, 10.2, high])
+    assert (found_kind, starts_so) == (kind, is_stretched)
+    assert stretch is not None
+    assert stretch.floor < 10.0
+    assert stretch.ticks == sorted(stretch.ticks)
+
+    def height(value: float) -> float:
+        return math.asinh((value / stretch.floor - 1) / stretch.width)
+
+    logarithmic = math.log(10.2 / 10.0) / math.log(high / 10.0)
+    stretched = (height(10.2) - height(10.0)) / (height(high) - height(10.0))
+    if is_stretched:
+        assert stretched > 10 * logarithmic
+
+
+def test_methods_stand_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
+    folders = make_runs(tmp_path)  # in the order of the comparison, which is not that of the alphabet
+    entries = [{"folder": path.name, "records": []} for path in folders]
+    write(tmp_path / "comparison.json", {"runs": entries, "data": {"sources": ["stdlib"], "tokenizer": "bytes"}})
+    content = content_of(read_runs([tmp_path]), title=None)
+    assert [method.position for method in content.methods] == list(PERPLEXITIES)
+    assert [method.position for method in content.tables[0].perplexities.methods] == list(PERPLEXITIES)
+    assert dict(content.facts)["Data"] == "Python's standard library, in bytes, 1,024 validation tokens"
+
+
 def test_training_curves_are_thinned_by_means(tmp_path: Path) -> None:
     run = Run("a", "a", metrics=[{"step": step, "loss": float(step), "seconds": step / 2} for step in range(1, 11)])
     found = curve(run, 5)
@@ -169,7 +243,8 @@ def test_heads_are_drawn_as_they_were_measured(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     page = Page(build_report([tmp_path / "runs"], tmp_path / "report", figures=False).page)
     views = page.chart("kept")["views"]
-    assert views[0]["traces"][0]["z"] == [[0.25, 1.0], [0.25, 0.75]]  # the longest length first
+    assert views[0]["traces"][0]["z"] == [[0.75, 0.0], [0.75, 0.25]]  # what is skipped, the longest length first
+    assert "At 256 tokens ALiBi skips 44% of all key blocks in sight" in page.text
     rows = list(csv.DictReader(page.data["tables"]["bias"].splitlines()))
     assert [(row["head"], float(row["slope"])) for row in rows] == [("1", 2.0**-4), ("2", 2.0**-8)]
     assert [(float(row["mean_reach"]), float(row["farthest"])) for row in rows] == [(40.0, 64.0), (128.0, 256.0)]
@@ -204,3 +279,16 @@ def test_a_comparison_stands_in_for_folders_that_are_gone(tmp_path: Path) -> Non
     found = read_runs([tmp_path])
     assert (len(found.runs), found.problems, found.runs[0].trainshort) == (1, [], "0.1.0")
     assert len(found.runs[0].records) == len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [(1e308, 1e-300, 4.0), (1.0, 1.0, 1.0), (0.0, 5.0, 5.0), (-3.0, 5.0, 1e9)])
+def test_any_figures_can_be_drawn(tmp_path: Path, values: tuple[float, ...]) -> None:
+    folder = make_run(tmp_path / "runs" / "%{x} <b>")
+    make_run(tmp_path / "runs" / "rotary", "rotary", length=0)
+    records = [record(length, 5.0) | {"perplexity": value} for length, value in zip(LENGTHS, values, strict=True)]
+    change(folder / "evaluation.json", records=records)
+    report = build_report([tmp_path / "runs"], tmp_path / "report", dots=50)
+    assert report.finding is not None
+    for view in Page(report.page).chart("extrapolation")["views"]:
+        assert all("%{x}" not in trace.get("hovertemplate", "") for trace in view["traces"])

@@ -11,11 +11,12 @@ from pathlib import Path
 import plotly.graph_objects
 import pytest
 
+import trainshort
 from tests.report.made import change, make_run, make_runs, record, skipped, write
 from tests.report.parsed import Page
 from trainshort.report.build import LARGEST_PAGE, build_report, content_of
 from trainshort.report.reading import read_runs
-from trainshort.report.text import clean, for_spreadsheet, json_for_page, latex, significant
+from trainshort.report.text import clean, for_spreadsheet, json_for_page, latex, significant, times
 
 EVIL = "<script>alert('&amp;')</script><img src=x onerror=alert(2)>"
 CHARTS = ["extrapolation", "sliding", "loss_by_position", "training", "cost", "kept", "bias"]
@@ -34,7 +35,7 @@ def test_every_chart_is_there_with_a_sentence(tmp_path: Path) -> None:
         assert chart.sentence.endswith(".")
         assert len(chart.sentence) > 80
         assert chart.sentence in page.text
-    for each in ("alibi-64-seed0", "2.13.0", '"num_layers": 2', "Made by trainshort"):
+    for each in ("alibi-64-seed0", "2.13.0", '"num_layers": 2', f"by trainshort {trainshort.__version__}"):
         assert each in page.text
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -68,12 +69,9 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
 def test_no_button_sends_anything_away(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     _, plotly, script = built(tmp_path).scripts
-    buttons = set(re.findall(r'push\("(\w*(?:[Cc]loud|Studio)\w*)"\)', plotly))
     settings = set(re.findall(r"(show\w*(?:Cloud|Studio|Link)):\{valType", plotly))
-    assert buttons  # plotly still calls them so
-    assert settings
-    removed = set(re.findall(r'"(\w+)"', script.split("modeBarButtonsToRemove: [")[1].split("]")[0]))
-    assert buttons <= removed
+    assert settings  # plotly still calls them so
+    assert "displayModeBar: false" in script  # none of plotly's buttons is there, whatever its next version brings
     for each in settings:
         assert f"{each}: false" in script
     assert 'plotlyServerURL: ""' in script
@@ -120,9 +118,12 @@ def test_helpers_against_hostile_text() -> None:
 
 
 def test_numbers_in_tables_keep_what_matters() -> None:
-    values = (5.00746, 123.456, 12345.6, 0.0039062, 0.0001, 3.4e9, None, 0.0)
-    shown = ["5.007", "123.46", "12,346", "0.00391", "0.0001", "3.40e+09", "–", "0.000"]
+    values = (5.00746, 17.7971, 123.456, 12345.6, 0.0039062, 0.0001, 3.4e9, None, 0.0)
+    shown = ["5.007", "17.80", "123.5", "12,346", "0.00391", "0.0001", "3.40e+09", "–", "0"]
     assert [significant(value) for value in values] == shown
+    assert [times(value) for value in (0.9777, 1.0, 4.3001, 24.26, 2431.4, 3e9)] == [
+        "×0.978", "×1.00", "×4.30", "×24.3", "×2,431", "×3.0e+09",
+    ]  # fmt: skip
 
 
 DAMAGE = {
@@ -205,6 +206,8 @@ def test_a_run_without_tests_still_shows_its_training(tmp_path: Path) -> None:
     page = built(tmp_path)
     assert page.charts == ["training"]
     assert "No run has perplexities" in page.text
+    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+    assert sections == ["training", "runs"]  # nothing is shown of what is not there
 
 
 @pytest.mark.slow
@@ -245,3 +248,24 @@ def test_building_again_replaces_and_removes_its_own(tmp_path: Path) -> None:
     assert not {"figures/bias.svg", "figures/kept.png", "tables/kept.csv", "tables/bias.csv"} & kept
     assert {"notes.txt", "report.html", "figures/extrapolation.svg", "tables/sliding.csv"} <= kept
     assert not [name for name in kept if "partial" in name]
+
+
+def test_samples_stand_side_by_side_with_the_end_of_training(tmp_path: Path) -> None:
+    folders = make_runs(tmp_path / "runs")
+    for folder, inside in zip(folders, (3, 0, 99, "x"), strict=True):
+        sample = {"prompt": "def ", "text": "f(x): <b>", "within_trained_length": inside}
+        write(folder / "samples.json", {"samples": [sample]})
+    page = built(tmp_path)
+    assert sum(tag == "article" for tag, _ in page.tags) == 4
+    assert page.text.count("64 tokens: longer than trained from here") == 2  # others end before, or do not say
+    assert "def f(x 64 tokens: longer than trained from here ): <b>" in page.text
+
+
+def test_many_problems_do_not_hide_the_page(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "alibi")
+    paths = [tmp_path / "runs", *(tmp_path / f"nowhere{place}" for place in range(9))]
+    report = build_report(paths, tmp_path / "report", figures=False)
+    page = Page(report.page)
+    assert len(report.problems) == 9
+    assert all(f"nowhere{place}: no such folder" in page.text for place in range(9))
+    assert "and 5 more" in page.text

@@ -46,8 +46,9 @@ def test_a_public_model_stands_beside_a_run_by_bits_per_byte(tmp_path: Path) -> 
     assert not content.problems, "nothing is missing of a model that is no run"
     assert not content.warnings
     (extrapolation,) = (chart for chart in content.charts if chart.name == "extrapolation")
-    assert [view.name for view in extrapolation.views] == ["bits per byte", "perplexity per word"]
-    assert [len(view.traces) for view in extrapolation.views] == [2, 2]
+    names = ["bits per byte", "ratio to the trained length", "perplexity per word"]
+    assert [view.name for view in extrapolation.views] == names
+    assert [len(view.traces) for view in extrapolation.views] == [2, 2, 2]
     assert "different tokenizers" in extrapolation.notes[0]
     (listed,) = content.tables
     assert listed.title == "Bits per byte by test length"
@@ -85,7 +86,10 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
         read_runs([make_public(tmp_path / "bloom"), make_public(tmp_path / "mpt", "mpt")]), title=None
     )
     assert not {"Training curves", "Samples"} & content.missing.keys()
-    assert content.subtitle.startswith("2 models: bloom-560m, mpt. ")
+    assert content.finding is not None
+    assert content.finding.text.startswith(
+        "Trained at 128 tokens and tested at 256 (2 times as long), bloom-560m has "
+    )
     assert [chart.name for chart in content.charts if chart.name == "training"] == []
 
 

@@ -47,7 +47,7 @@ def test_another_test_of_one_run_leaves_the_table_as_it_was(tmp_path: Path, what
     assert main.perplexities.cells == before.tables[0].perplexities.cells
     assert after.charts[0].views == before.charts[0].views
     assert [method.label for method in other.perplexities.methods] == ["ALiBi"]
-    assert [cell.text for cell in other.perplexities.cells[0] if cell] == ["20.000"] * 3
+    assert [cell.text for cell in other.perplexities.cells[0] if cell] == ["20.00"] * 3
 
 
 def test_each_data_set_stands_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

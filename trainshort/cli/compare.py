@@ -58,5 +58,7 @@ def run(config: CompareConfig) -> None:
     print(f"runs and {NAME} are in {config.out}", flush=True)
     made = f"stopped; all runs are done: trainshort report {config.out} --out {config.out}/report makes the report"
     with on_stop(lambda: made), waiting("drawing the report"):
-        page = build_report([config.out], f"{config.out}/report", names=labels()).page
-    print(f"the report is {page}")
+        report = build_report([config.out], f"{config.out}/report", names=labels())
+    if report.finding is not None:
+        print(f"\n{report.finding}")
+    print(f"the report is {report.page}")

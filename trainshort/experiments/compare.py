@@ -94,7 +94,7 @@ def _made(
         summary = _trained(training, run in new, head, watcher)
         test = replace(config.evaluation(training.length), tokens=tokens)
         records = _tested(training, test, data, head, watcher)
-        write_samples(run.folder, data)
+        write_samples(run.folder, data, training.length)
         remaining.add(int(run in slow))
         about = {"position": training.position, "length": training.length, "seed": training.seed, "lr": training.lr}
         yield {"folder": run.folder.name} | about | {"config": training.to_dict(), "training": summary}, records

@@ -1,4 +1,4 @@
-"""A text that each model continues, beside its run: what perplexities sound like."""
+"""A text that each model continues, beyond its training length too, beside its run: what perplexities sound like."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from trainshort.evaluation.records import fingerprint
 from trainshort.models import LanguageModel, load
 
 NAME = "samples.json"
-PROMPT, NEW = 48, 240  # tokens
+PROMPT, NEW, MOST = 48, 240, 1024  # tokens
 
 
-def write_samples(folder: Path, data: TokenData) -> None:
-    """Let the model continue the beginning of the validation text, unless these weights have done so already."""
-    weights = fingerprint(folder / "model.safetensors")
-    if _weights_of(folder / NAME) == weights:
+def write_samples(folder: Path, data: TokenData, trained: int) -> None:
+    """Let the model continue the beginning of the validation text, unless these weights have done so already.
+
+    trained: the training length. The text goes on beyond it where that is not too far, and
+    `within_trained_length` says how many characters the model wrote before.
+    """
+    about = {"weights": fingerprint(folder / "model.safetensors"), "trained": trained}
+    if _about(folder / NAME) == about:
         return
     model = load(folder, device=device_for(None))
     assert isinstance(model, LanguageModel)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    limit = model.position.max_length or PROMPT + NEW
+    limit = model.position.max_length or PROMPT + MOST
     prompt = [int(token) for token in data.validation[: min(PROMPT, limit // 2)]]
-    new = min(NEW, limit - len(prompt))
+    new = min(max(NEW, min(trained + NEW // 2, MOST) - len(prompt)), limit - len(prompt))
     tokens = torch.tensor([prompt], dtype=torch.int64, device=next(model.parameters()).device)
     stop = [] if tokenizer.end_id is None else [tokenizer.end_id]
     out = model.generate(tokens, max_new_tokens=new, temperature=0.8, top_p=0.95, seed=0, stop_tokens=stop)
     continued = [token for token in out[0, len(prompt) :].tolist() if token not in stop]
-    sample = {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(continued)}
-    write_json(folder / NAME, {"weights": weights, "samples": [sample]})
+    text = tokenizer.decode(continued)
+    inside = tokenizer.decode(continued[: max(0, trained - len(prompt))])
+    sample = {"prompt": tokenizer.decode(prompt), "text": text, "within_trained_length": len(inside)}
+    write_json(folder / NAME, about | {"samples": [sample]})
 
 
-def _weights_of(path: Path) -> Any:
+def _about(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, "compare writes it").get("weights")
+        found = read_json(path, "compare writes it")
     except (OSError, ValueError):
-        return None
+        return {}
+    return {name: found.get(name) for name in ("weights", "trained")}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import trainshort
 from trainshort.common.extras import needed, require
 from trainshort.common.files import replacing
-from trainshort.report import charts, head_charts
+from trainshort.report import head_charts, length_charts, loss_charts
 from trainshort.report.charts import Chart
+from trainshort.report.finding import facts, finding
 from trainshort.report.heads import Seen, seen_by
 from trainshort.report.methods import Method, methods_of
 from trainshort.report.page import Content, Listed, page
@@ -28,18 +27,19 @@ PAGE = "report.html"
 LARGEST_PAGE = 6_000_000  # bytes
 CURVE_PLACES = (6000, 1500, 300)  # over all training curves; fewer if the page would become too large
 FIGURES = (
-    "extrapolation", "extrapolation_per_word", "extrapolation_bits_per_byte", "sliding", "loss_by_position",
-    "training", "training_seconds", "cost_speed", "cost_memory", "kept", "kept_mean", "kept_farthest", "bias",
-    "recall_passkey", "recall_copy",
+    "extrapolation", "extrapolation_ratio", "extrapolation_per_word", "extrapolation_bits_per_byte", "sliding",
+    "loss_by_position", "training", "training_seconds", "cost_speed", "cost_memory", "kept", "kept_mean",
+    "kept_farthest", "bias", "recall_passkey", "recall_copy",
 )  # fmt: skip
 TABLES = ("extrapolation", "sliding", "loss_by_position", "training", "cost", "kept", "bias", "recall", "runs")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and what to say about it."""
+    """What was written, and what to say about it. finding: in one sentence, None where nothing was tested."""
 
     page: Path
+    finding: str | None
     files: list[Path]
     runs: int
     problems: list[str]
@@ -81,7 +81,8 @@ def build_report(
     written = write_files(out, files)
     _remove_old(out, files)
     problems = [*content.warnings, *(f"{each.path}: {each.what}" for each in content.problems)]
-    return Report(out / PAGE, written, len(found.runs), problems)
+    said = None if content.finding is None else content.finding.text
+    return Report(out / PAGE, said, written, len(found.runs), problems)
 
 
 def _fitting(found: Found, title: str | None, names: Mapping[str, str] | None, plotly: str) -> tuple[Content, str]:
@@ -113,27 +114,22 @@ def content_of(
         tables += [] if listed is None else [listed]
     before_cost = next((place for place, chart in enumerate(shown) if chart.name == "cost"), len(shown))
     shown[before_cost:before_cost] = recall_charts(methods)
-    limit = max(20, min(300, places // len(found.runs)))
+    limit = max(20, min(120, places // len(found.runs)))
     trained_here = any(not run.about for run in found.runs)  # of others, how they were trained is not known
     curves = [(method, each) for method in methods for run in method.runs if (each := curve(run, limit)) is not None]
     if curves:
         before_cost = next((place for place, chart in enumerate(shown) if chart.name == "cost"), len(shown))
-        shown.insert(before_cost, charts.training(curves))
+        shown.insert(before_cost, loss_charts.training(curves))
     elif trained_here:
         missing["Training curves"] = "No run has a metrics.jsonl that could be read."
     if not tables:
         missing["Train short, test long"] = "No run has perplexities: trainshort evaluate RUN makes them."
     if trained_here and not any(run.samples for run in found.runs):
         missing["Samples"] = "No run has a samples.json, a list of objects with a prompt and a text."
-    what = "run" if trained_here else "model"
-    separator = "; " if any("," in method.label for method in methods) else ", "
-    of = " of " if trained_here else ": "
-    names_shown = separator.join(method.label for method in methods)
-    about = f"{len(found.runs)} {what}{'s' * (len(found.runs) != 1)}{of}{names_shown}"
-    made = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Content(
         title=title or "Train short, test long",
-        subtitle=f"{about}. Made by trainshort {trainshort.__version__} on {made}.",
+        finding=finding(tests[0], methods) if tests else None,
+        facts=facts(found.runs, tests[0] if tests else None),
         methods=methods,
         runs=found.runs,
         problems=found.problems,
@@ -157,9 +153,9 @@ def _of_test(
     on = f", on {test.name}" if test.name else ""
     how = f"{test.scored}, in {main} windows"
     every_figure = _with_test(extrapolation_table(here, protocols, protocols.names), test)
-    drawn = [charts.extrapolation(here, protocols, main, every_figure, how, test.figure)]
+    drawn = [length_charts.extrapolation(here, protocols, main, every_figure, how, test.figure)]
     if len(protocols.names) > 1:
-        drawn.append(charts.against_sliding(here, protocols, every_figure, test.figure))
+        drawn.append(length_charts.against_sliding(here, protocols, every_figure, test.figure))
     elif test.number == 1:
         other = "--mode sliding" if main == "nonoverlapping" else "--mode nonoverlapping"
         missing["Nonoverlapping against sliding windows"] = (
@@ -167,8 +163,8 @@ def _of_test(
             "the others."
         )
     lengths = {record["length"] for run in test.runs for record in run.records if protocols.of(record) == main}
-    drawn.append(charts.by_position(here, protocols, main, sorted(lengths), test.figure))
-    drawn.append(charts.cost(here, protocols, main, _machine(test.runs)))
+    drawn.append(loss_charts.by_position(here, protocols, main, sorted(lengths), test.figure))
+    drawn.append(length_charts.cost(here, protocols, main, _machine(test.runs)))
     drawn += _heads(here, protocols, main, complete)
     drawn = [replace(chart, title=chart.title + on, suffix=test.suffix) for chart in drawn if chart.views]
     if not any(chart.name == "extrapolation" for chart in drawn):

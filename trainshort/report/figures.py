@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainshort.report.charts import Chart, View
+from trainshort.report.charts import Chart, Stretch, View
 from trainshort.report.text import for_matplotlib
 
 MARKERS = {
@@ -41,6 +41,7 @@ def _chosen(chart: Chart) -> list[tuple[str, View]]:
     suffixes = {"by step": "", "perplexity per token": "", "scored tokens per second": "speed"}
     suffixes |= {
         "perplexity per word": "per_word",
+        "ratio to the trained length": "ratio",
         "bits per byte": "bits_per_byte",
         "by seconds of training": "seconds",
     }
@@ -52,7 +53,7 @@ def _chosen(chart: Chart) -> list[tuple[str, View]]:
         kinds: dict[str, View] = {}
         for view in chart.views:
             kinds.setdefault(view.name.split(",")[0].split(" ")[0], view)
-        return [("kept" if kind == "fraction" else f"kept_{kind}", view) for kind, view in kinds.items()]
+        return [("kept" if kind == "share" else f"kept_{kind}", view) for kind, view in kinds.items()]
     if chart.name == "heads":
         return [(f"heads_{name}", view) for name, view in zip(HEAD_FIGURES, chart.views, strict=True)]
     if chart.name in ("loss_by_position", "bias", "visited", "distance", "positions"):
@@ -84,36 +85,71 @@ def _rendered(name: str, view: View, dots: int) -> Iterator[tuple[str, bytes]]:
 
 def _lines(figure: Any, axes: Any, view: View) -> None:
     for trace in view.traces:
-        marker = trace.get("marker", {})
-        symbol = str(marker.get("symbol", "circle"))
-        has_line, has_markers = "lines" in trace["mode"], "markers" in trace["mode"]
-        line = trace.get("line", {})
-        color = line.get("color") or marker.get("color")
-        shown = trace.get("showlegend", True)
-        style = {
-            "color": color,
-            "linestyle": LINES[line.get("dash", "solid")] if has_line else "none",
-            "linewidth": 1.5 if line.get("width", 2) >= 2 else 1.0,
-            "marker": MARKERS.get(symbol.removesuffix("-open"), "o") if has_markers else None,
-            "markersize": 4,
-            "markerfacecolor": "white" if symbol.endswith("-open") else color,
-            "label": for_matplotlib(_plain(trace["name"])) if shown else "_nolegend_",
-        }
-        x, y = _known(trace["x"], trace["y"])
-        error = trace.get("error_y")
-        if error is not None:
-            axes.errorbar(x, y, yerr=error["array"], capsize=2, elinewidth=1, **style)
+        if trace.get("fill") == "toself":
+            axes.fill(
+                *_known(trace["x"], trace["y"]), color=trace["line"]["color"], alpha=0.18, linewidth=0, zorder=1
+            )
         else:
-            axes.plot(x, y, **style)
-    for shape in view.layout.get("shapes", []):
-        axes.axvline(shape["x0"], color="0.5", linestyle=":", linewidth=1)
+            _line(axes, trace)
     _axis(axes, "x", view.layout["xaxis"])
     _axis(axes, "y", view.layout["yaxis"])
+    if view.stretch is not None and view.is_stretched:
+        _stretch(axes, view.stretch)
+    _beyond(axes, view)
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > MOST_INSIDE:
         figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7)
     elif handles:
         axes.legend(fontsize=8)
+
+
+def _line(axes: Any, trace: dict[str, Any]) -> None:
+    marker, line = trace.get("marker", {}), trace.get("line", {})
+    symbol = str(marker.get("symbol", "circle"))
+    has_line, has_markers = "lines" in trace["mode"], "markers" in trace["mode"]
+    color = line.get("color") or marker.get("color")
+    width = line.get("width", 2)
+    axes.plot(
+        *_known(trace["x"], trace["y"]),
+        color=color,
+        linestyle=LINES[line.get("dash", "solid")] if has_line else "none",
+        linewidth=2.4 if width > 3 else 1.5 if width >= 2 else 1.0,
+        marker=MARKERS.get(symbol.removesuffix("-open"), "o") if has_markers else None,
+        markersize=5 if width > 3 else 4,
+        markerfacecolor="white" if symbol.endswith("-open") else color,
+        label=for_matplotlib(_plain(trace["name"])) if trace.get("showlegend", True) else "_nolegend_",
+        zorder=3 if trace.get("zorder") else 2,
+    )
+
+
+def _beyond(axes: Any, view: View) -> None:
+    """The part beyond the training lengths, shaded, and a line at each of them."""
+    low, high = axes.get_xlim()
+    for length in view.trained:
+        if low <= length <= high:
+            axes.axvline(length, color="0.5", linestyle=":", linewidth=1, zorder=1)
+    if view.trained and view.trained[-1] < max(_numbers(view, "x"), default=0):
+        axes.axvspan(view.trained[-1], high, color="0.5", alpha=0.08, linewidth=0, zorder=0)
+        axes.set_xlim(low, high)
+        place = {"xy": (view.trained[-1], 1), "xycoords": ("data", "axes fraction"), "va": "bottom"}
+        axes.annotate(" longer than trained →", **place, fontsize=7, color="0.35")
+
+
+def _stretch(axes: Any, stretch: Stretch) -> None:
+    import numpy
+
+    def height(value: Any) -> Any:
+        return numpy.arcsinh((numpy.asarray(value) / stretch.floor - 1) / stretch.width)
+
+    def value(height: Any) -> Any:
+        return stretch.floor * (1 + stretch.width * numpy.sinh(height))
+
+    axes.set_yscale("function", functions=(height, value))
+    axes.set_yticks(stretch.ticks, [f"{each:,g}" for each in stretch.ticks])
+
+
+def _numbers(view: View, which: str) -> list[float]:
+    return [each for trace in view.traces for each in trace[which] if each is not None]
 
 
 def _axis(axes: Any, which: str, wanted: dict[str, Any]) -> None:
@@ -138,8 +174,12 @@ def _axis(axes: Any, which: str, wanted: dict[str, Any]) -> None:
 
 
 def _heat(figure: Any, axes: Any, view: View) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
     trace = view.traces[0]
-    image = axes.imshow(trace["z"], aspect="auto", cmap="viridis", vmin=trace.get("zmin"), vmax=trace.get("zmax"))
+    ends = [color for _, color in trace["colorscale"]]
+    colors = LinearSegmentedColormap.from_list("page", ends[::-1] if trace["reversescale"] else ends)
+    image = axes.imshow(trace["z"], aspect="auto", cmap=colors, vmin=trace.get("zmin"), vmax=trace.get("zmax"))
     for which, labels in (("x", trace["x"]), ("y", trace["y"])):
         step = max(1, len(labels) // 16)
         getattr(axes, f"set_{which}ticks")(range(0, len(labels), step), labels[::step])

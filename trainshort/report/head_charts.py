@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from trainshort.report.heads import Seen, distances, few_heads, slopes_of, wides
 from trainshort.report.methods import COLORS
 from trainshort.report.tables import Table
 
-HEAT = "Viridis"
+# From nothing to everything; reversed where small values are what should stand out.
+PALE, STRONG = "#f1f4f8", "#0b5cad"
 
 
 def kept(seen: Sequence[Seen]) -> Chart:
@@ -19,7 +21,7 @@ def kept(seen: Sequence[Seen]) -> Chart:
     several = len({each.method.label for each in seen}) > 1
     ordered = sorted(seen, key=lambda each: -each.length)
     for name, title, unit in (
-        ("kept", "fraction kept", ":.1%"),
+        ("skipped", "share skipped", ":.1%"),
         ("reach", "mean reach in tokens", ":,.0f"),
         ("farthest", "farthest reach in tokens", ":,.0f"),
     ):
@@ -27,7 +29,7 @@ def kept(seen: Sequence[Seen]) -> Chart:
             values = getattr(each, name)
             if values is not None:
                 label = f"{title}, tested at {each.length:,}" + (f", {each.method.label}" if several else "")
-                views.append(View(label, [heat(values, name == "kept", unit)], grid_layout(values)))
+                views.append(View(label, [heat(values, name == "skipped", unit)], grid_layout(values)))
     for each in ordered:
         for layer, row in enumerate(each.kept):
             for head, value in enumerate(row):
@@ -36,14 +38,37 @@ def kept(seen: Sequence[Seen]) -> Chart:
                 rows.append((each.method.label, each.length, layer + 1, head + 1, value, reach, farthest))
     return Chart(
         "kept",
-        "What certified windows keep, by layer and head",
-        "The fraction of key blocks in sight that ALiBi attention visits, and how many tokens back from the last "
-        "query of a block the first visited key lies, measured on the queries and keys of the model itself in one "
-        "window of the test text, in blocks of 128 keys; every other key is proved not to matter.",
+        "What certified windows skip, by layer and head",
+        "Heads",
+        "The share of key blocks in sight that ALiBi attention never visits, because they are proved not to matter, "
+        "and how many tokens back from the last query of a block the first visited key lies; measured on the queries "
+        "and keys of the model itself in one window of the test text, in blocks of 128 keys.",
         views,
         Table(("method", "tested_at", "layer", "head", "kept", "reach", "farthest"), tuple(rows)),
-        listed=False,
+        listed=_skipped_table(ordered[0]),
+        lead=_skipped_sentence(ordered),
     )
+
+
+def _skipped_table(seen: Seen) -> Table:
+    """The first heat map in figures: layers down, heads across."""
+    heads = tuple(f"head {head + 1}" for head in range(len(seen.kept[0])))
+    rows = tuple((layer + 1, *(f"{value:.0%}" for value in row)) for layer, row in enumerate(seen.skipped))
+    return Table(("layer", *heads), rows)
+
+
+def _skipped_sentence(ordered: Sequence[Seen]) -> str:
+    """How much is skipped at the longest length, and by which heads."""
+    first = ordered[0]
+    every = [value for row in first.skipped for value in row]
+    none = sum(value <= 0 for value in every)
+    if none == len(every):
+        return f"At {first.length:,} tokens {first.method.label} skips nothing: in short texts looking would not pay."
+    said = (
+        f"At {first.length:,} tokens {first.method.label} skips {statistics.fmean(every):.0%} of all key blocks in "
+        f"sight, in its nearest-sighted head {max(every):.0%}"
+    )
+    return said + (f"; {none} of {len(every)} heads see everything." if none else "; every head skips some.")
 
 
 def bias(seen: Sequence[Seen]) -> Chart | None:
@@ -73,33 +98,37 @@ def bias(seen: Sequence[Seen]) -> Chart | None:
     return Chart(
         "bias",
         "The bias and the certified window of a few heads",
+        "Bias",
         "ALiBi's penalty on distance for heads from the steepest to the flattest slope: full lines end at the "
         "farthest key that any query visited in any layer, in one window of the longest test length; markers stand "
         "at the mean reach; the dotted rest was proved not to matter.",
         views,
-        Table(("method", "tested_at", "head", "slope", "mean_reach", "farthest"), tuple(rows)),
+        table := Table(("method", "tested_at", "head", "slope", "mean_reach", "farthest"), tuple(rows)),
         axes="x",
+        listed=table,
     )
 
 
-def heat(values: list[list[float]], fraction: bool, unit: str) -> dict[str, Any]:
+def heat(values: list[list[float]], fraction: bool, unit: str, reverse: bool = False) -> dict[str, Any]:
+    """reverse: small values stand out."""
     heads = [str(head + 1) for head in range(len(values[0]))]
     layers = [str(layer + 1) for layer in range(len(values))]
     trace: dict[str, Any] = {
         "type": "heatmap",
         "x": heads,
         "y": layers,
-        "z": values,
-        "colorscale": HEAT,
-        "xgap": 1,
-        "ygap": 1,
+        "z": [[float(f"{value:.4g}") for value in row] for row in values],  # enough for a colour and a tooltip
+        "colorscale": [[0, PALE], [1, STRONG]],
+        "reversescale": reverse,
+        "xgap": 3,
+        "ygap": 3,
         "colorbar": {"thickness": 12, "tickformat": ".0%" if fraction else ",d"},
         "hovertemplate": f"layer %{{y}}, head %{{x}}: %{{z{unit}}}<extra></extra>",
     }
     if fraction:
         trace |= {"zmin": 0, "zmax": 1}
     if len(values) * len(heads) <= 128:
-        trace |= {"texttemplate": "%{z" + (":.0%" if fraction else ":,.0f") + "}", "textfont": {"size": 11}}
+        trace |= {"texttemplate": "%{z" + (":.0%" if fraction else ":,.0f") + "}", "textfont": {"size": 12}}
     return trace
 
 
@@ -118,9 +147,9 @@ def _drawn(
     end = length if farthest is None else min(farthest, length)
     near = sorted({each for each in distances(length) if each <= end} | {round(end)})
     far = [round(end)] + [each for each in distances(length) if each > end]
-    name = plotly_text(f"head {head + 1}, slope {slope:.4g}")
+    name = plotly_text(f"head {head + 1}, slope {slope:.3g}")
     common = {"type": "scatter", "legendgroup": name, "name": name}
-    hover = {"hovertemplate": "%{y:.2f} at %{x:,} tokens"}
+    hover = {"hovertemplate": f"<b>%{{y:.2f}}</b>  {name}<extra></extra>"}
     traces: list[dict[str, Any]] = [
         common
         | hover
@@ -135,6 +164,6 @@ def _drawn(
             common
             | {"mode": "markers", "x": [reach], "y": [-slope * reach], "showlegend": False}
             | {"marker": {"color": color, "size": 10, "symbol": "diamond"}}
-            | {"hovertemplate": "mean reach %{x:,.0f} tokens"}
+            | {"hovertemplate": f"mean reach of {name}<extra></extra>"}
         )
     return traces

@@ -25,6 +25,10 @@ class Seen:
     farthest: Grid | None
     seeds: int
 
+    @property
+    def skipped(self) -> Grid:
+        return [[round(1.0 - value, 5) for value in row] for row in self.kept]
+
 
 def slopes_of(run: Run) -> list[float] | None:
     """One a head, as the config has them; None where it has none or they were learned."""

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainshort.report.build import plotly_js, write_files
-from trainshort.report.charts import Chart, Plot, View, axis, plotly_text, trained_at
+from trainshort.report.charts import Chart, Plot, View, axis, plotly_text
+from trainshort.report.elements import download_html, figure_html, quiet, table_html
 from trainshort.report.figures import HEAD_FIGURES
 from trainshort.report.figures import drawn as files_of
 from trainshort.report.head_charts import grid_layout, heat
 from trainshort.report.heads import few_heads
 from trainshort.report.methods import COLORS
-from trainshort.report.page import Section, document, download_html, figure_html, table_html
+from trainshort.report.page import Lead, Section, document
 from trainshort.report.tables import Table
 from trainshort.report.text import escaped
 
@@ -57,8 +58,7 @@ def build_inspection(found: Values, out: str | Path, *, figures: bool = True, do
         for chart in drawn:
             files |= {f"figures/{name}": data for name, data in files_of(chart, dots)}
     csv = {name: table.csv for name, table in tables.items()}
-    heading = (f"What {found['about']['name']} sees", _subtitle(found))
-    files[PAGE] = document(heading, _notes(found), _sections(found, drawn), drawn, csv, plotly).encode("utf-8")
+    files[PAGE] = document(_lead(found), _sections(found, drawn), drawn, csv, plotly).encode("utf-8")
     write_files(Path(out), files)
     for path in (Path(out) / "figures").glob("*"):  # of an earlier inspection
         if path.stem in FIGURES and f"figures/{path.name}" not in files:
@@ -171,10 +171,13 @@ def by_head(found: Values) -> Chart:
     views = []
     for name, title, unit in HEADS:
         values = found["heads"][name]
-        views.append(View(title, [heat(values, unit == ":.1%", unit)], grid_layout(values)))
+        skips = name in ("seen", "visited")  # the smaller, the more is left out
+        views.append(View(title, [heat(values, unit == ":.1%", unit, reverse=skips)], grid_layout(values)))
+    table = heads_table(found)
     return Chart(
         "heads",
         "What each head can see, and what it needs",
+        "Heads",
         "By layer and head: what it can see, which is the share of the keys in sight that lie inside of certified "
         "windows, and how many tokens away they reach (every key outside is proved not to matter; windows are proved "
         "for 32 queries and keys at a time); the distance within which 99% of a query's attention really lies, on "
@@ -182,7 +185,8 @@ def by_head(found: Values) -> Chart:
         "not have been left out without losing more than the tolerance; and the share that attention visits, in "
         "whole blocks of 128 keys (64 in the GPU kernels), or everything where looking for windows would not pay.",
         views,
-        heads_table(found),
+        table,
+        listed=table.without(),
     )
 
 
@@ -191,19 +195,18 @@ def by_length(found: Values) -> Chart:
     views, rows = [], []
     for name, title in (("visited", "that attention visits"), ("seen", "that heads can see")):
         everything = [statistics.fmean(_flat(each[name])) for each in found["by_length"]]
-        hover = "%{y:.1%} at %{x:,} tokens"
-        mean = _line("all heads", lengths, everything, 0, hover)
+        mean = _line("all heads", lengths, everything, 0, ".1%", meta={"end": "all heads"})
         mean |= {"line": {"color": GREY, "width": 4}, "marker": {"color": GREY, "size": 9, "symbol": "circle"}}
         traces = [mean]
         for place, head in enumerate(_some_heads(found, 4)):
             shares = [statistics.fmean(row[head] for row in each[name]) for each in found["by_length"]]
-            traces.append(_line(_label(found, head), lengths, shares, place, hover))
+            label = _label(found, head)
+            traces.append(_line(label, lengths, shares, place, ".1%", meta={"end": plotly_text(label)}))
         layout = {
             "xaxis": axis("length of the text in tokens", "log", lengths),
             "yaxis": axis("share of the keys in sight") | {"rangemode": "tozero", "tickformat": ".0%"},
-            "shapes": _trained(found, lengths[0], lengths[-1]),
         }
-        views.append(View(f"share of keys {title}", traces, layout))
+        views.append(View(f"share of keys {title}", traces, layout, _trained(found)))
     for each in found["by_length"]:
         for layer, head in _places(found):
             shares = [each[name][layer][head] for name in ("visited", "seen")]
@@ -211,6 +214,7 @@ def by_length(found: Values) -> Chart:
     return Chart(
         "visited",
         "Keys visited by length",
+        "By length",
         "The share of the keys in sight that attention visits in the first so many tokens of the text, over all "
         "layers: of all heads together, and of a few from the steepest to the flattest penalty; and the share inside "
         "of certified windows. In short texts, and for heads of which little could be skipped, attention visits "
@@ -218,7 +222,6 @@ def by_length(found: Values) -> Chart:
         views,
         Table(("layer", "head", "length", "visited", "can_see"), tuple(rows)),
         axes="xy",
-        listed=False,
     )
 
 
@@ -233,29 +236,29 @@ def by_distance(found: Values) -> Chart:
         traces = [
             _line(
                 _label(found, head), edges[1:], [value if value >= LEAST else None for value in values[head][1:]],
-                place, "%{y:.2%} beyond %{x:,} tokens",
+                place, ".2%",
             )
             for place, head in enumerate(heads)
         ]  # fmt: skip
         layout = {
             "xaxis": axis("distance from query to key in tokens", "log"),
             "yaxis": axis("share of attention beyond it", "log") | SHARES,
-            "shapes": _trained(found, 1, edges[-1]),
         }
-        views.append(View("mean of all layers" if number == 0 else f"layer {number}", traces, layout))
+        name = "mean of all layers" if number == 0 else f"layer {number}"
+        views.append(View(name, traces, layout, _trained(found)))
     for layer, grid in enumerate(layers):
         for head, values in enumerate(grid):
             rows += [(layer + 1, head + 1, edge, value) for edge, value in zip(edges, values, strict=True)]
     return Chart(
         "distance",
         "How far attention looks",
+        "Distance",
         "The share of a query's attention that lies farther away than a distance, on average over the queries that "
         "have keys so far away. A line that stays high relies on far tokens; where it falls straight down nothing "
-        "far matters." + (" The dotted line marks the trained length." if views[0].layout["shapes"] else ""),
+        "far matters." + (" Distances in the shaded part were never seen in training." if _trained(found) else ""),
         views,
         Table(("layer", "head", "distance", "attention_beyond"), tuple(rows)),
         axes="xy",
-        listed=False,
     )
 
 
@@ -281,55 +284,55 @@ def by_position(found: Values) -> Chart:
     return Chart(
         "positions",
         "Where in the text far tokens matter",
+        "Places",
         "By layer and position of the query, the distance within which 99% of its attention lies: bright places rely "
         "on tokens that are far away.",
         views,
         Table(("layer", "head", "first_position", "last_position", "needed_mean"), tuple(rows)),
-        listed=False,
     )
+
+
+def _lead(found: Values) -> Lead:
+    """What was found, in sentences, the first of them large."""
+    first, *others = [*summary(found), bound_sentence(found)]
+    said = f'<p class="finding">{escaped(first)}</p>' + "".join(f"<p>{escaped(each)}</p>" for each in others)
+    return Lead(f"What {found['about']['name']} sees", said, _facts(found), _notes(found))
 
 
 def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
-    said = "".join(f"<p>{escaped(line)}</p>" for line in [*summary(found), bound_sentence(found)])
-    heads, visited, distance, positions = (Section(each.id, each.title, figure_html(each)) for each in drawn)
-    quiet = '<p class="quiet">{}</p>'
-    looks = quiet.format(
+    sections = [Section(each.id, each.title, each.short, figure_html(each)) for each in drawn]
+    back = "back " if found["causal"] else ""
+    looks = table_html(looks_table(found), "The farthest looks") + quiet(
         "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of its "
-        "attention reaches back to the key that is shown. Positions count tokens from 0."
-        if found["causal"]
-        else "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of "
-        "its attention reaches to the key that is shown. Positions count tokens from 0."
+        f"attention reaches {back}to the key that is shown. Positions count tokens from 0."
     )
-    looks += table_html(looks_table(found), "The farthest looks") + download_html("looks", "Download as CSV")
-    bound = f"<p>{escaped(bound_sentence(found))}</p>" + quiet.format(
+    bound = table_html(layers_table(found).without(), "The bound of each layer") + quiet(
         "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's "
         "own, or keys turned about their centre without getting longer, move the output by no more than the bound. "
         "Of each layer: the largest part of any query's attention that lies outside of its window, as measured; the "
         "diameter of the values, from above; the bound, which is the tolerance times that; and the mean norm of what "
         "a head gives, for scale, with the bound as a share of it. Rounding in the model's own dtype comes on top."
     )
-    bound += table_html(layers_table(found), "The bound of each layer") + download_html("layers", "Download as CSV")
     return [
-        Section("summary", "In short", said),
-        heads,
-        visited,
-        distance,
-        positions,
-        Section("looks", "The farthest looks", looks),
-        Section("bound", "What leaving keys out can cost", bound),
+        *sections,
+        Section("looks", "The farthest looks", "Looks", looks + download_html("looks", "Download as CSV")),
+        Section(
+            "bound", "What leaving keys out can cost", "Bound", bound + download_html("layers", "Download as CSV")
+        ),
     ]
 
 
-def _subtitle(found: Values) -> str:
+def _facts(found: Values) -> list[tuple[str, str]]:
     about, text = found["about"], found["text"]
     sizes = f"{len(found['heads']['visited'])} layers of {len(found['heads']['visited'][0])} heads"
     trained = f", trained at {about['length']:,} tokens" if about.get("length") else ""
     what = "language model" if found["causal"] else "encoder"
-    return (
-        f"A {what} with {found['position']} positions, {sizes}{trained}, from {about['folder']}; the first "
-        f"{found['length']:,} tokens of {text['name']}, in {found['dtype']} on {found['device']}. Made by trainshort "
-        f"{found['trainshort']}."
-    )
+    return [
+        ("Model", f"{what} with {found['position']} positions, {sizes}{trained}, from {about['folder']}"),
+        ("Text", f"the first {found['length']:,} tokens of {text['name']}"),
+        ("Computed", f"in {found['dtype']} on {found['device']}"),
+        ("Made", f"by trainshort {found['trainshort']}"),
+    ]
 
 
 def _notes(found: Values) -> str:
@@ -356,11 +359,11 @@ def _some_heads(found: Values, limit: int) -> list[int]:
 
 
 def _label(found: Values, head: int) -> str:
-    slope = "" if found["slopes"] is None else f", slope {found['slopes'][head]:.4g}"
+    slope = "" if found["slopes"] is None else f", slope {found['slopes'][head]:.3g}"
     return f"head {head + 1}{slope}"
 
 
-def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, hover: str, **more: Any) -> Plot:
+def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, unit: str, **more: Any) -> Plot:
     color = COLORS[place % len(COLORS)]
     return {
         "type": "scatter",
@@ -371,13 +374,13 @@ def _line(name: str, x: Sequence[float], y: Sequence[float | None], place: int, 
         "y": list(y),
         "line": {"color": color, "width": 2, "dash": DASHES[place // len(COLORS) % len(DASHES)]},
         "marker": {"color": color, "size": 5},
-        "hovertemplate": hover,
+        "hovertemplate": f"<b>%{{y:{unit}}}</b>  {plotly_text(name)}<extra></extra>",
     } | more
 
 
-def _trained(found: Values, low: int, high: int) -> list[Plot]:
+def _trained(found: Values) -> tuple[int, ...]:
     length = found["about"].get("length")
-    return [trained_at(length)] if length and low <= length <= high else []
+    return (length,) if length else ()
 
 
 def _flat(grid: Sequence[Sequence[float]]) -> list[float]:

@@ -41,6 +41,7 @@ class Method:
     color: str
     marker: str
     dash: str
+    strong: bool = False  # ALiBi where it is compared with others: what the page is about
 
     @property
     def seeds(self) -> list[int]:
@@ -62,6 +63,7 @@ def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[
     labels = _labels(groups, {**(names or {}), **NAMES})
     lengths = sorted({group[0].length or 0 for group in groups})
     colors = _colors(kinds)
+    compared = {group[0].position for group in groups} > {"alibi"}
     used: dict[tuple[str, int | None], int] = {}
     methods = []
     for group, label in zip(groups, labels, strict=True):
@@ -78,6 +80,7 @@ def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[
                 COLORS[color % len(COLORS)],
                 MARKERS[(color + 3 * again) % len(MARKERS)],
                 DASHES[(lengths.index(first.length or 0) + again) % len(DASHES)],
+                compared and first.position == "alibi",
             )
         )
     return methods

@@ -7,21 +7,34 @@ scripts run whose hashes it names, and lets nothing be loaded: what slipped thro
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainshort.report.charts import Chart, plotly_text
+from trainshort.report.charts import Chart, View
+from trainshort.report.elements import (
+    config_html,
+    download_html,
+    figure_html,
+    perplexities_html,
+    quiet,
+    samples_html,
+    switches_html,
+    table_html,
+)
+from trainshort.report.finding import Finding
 from trainshort.report.methods import Method
 from trainshort.report.reading import Run, UnreadableFile
-from trainshort.report.tables import Cell, Perplexities, Table
+from trainshort.report.tables import Perplexities, Table
 from trainshort.report.text import escaped, json_for_page, significant
 
 ASSETS = Path(__file__).parent / "assets"
-SAMPLE_CHARACTERS = 4000
+KEYS = "With the arrow keys you hear and see the values at one place after the other."
+SHOWN = 4  # problems; those after them can be opened
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,8 @@ class Content:
     """All that the page shows."""
 
     title: str
-    subtitle: str
+    finding: Finding | None
+    facts: Sequence[tuple[str, str]]
     methods: Sequence[Method]
     runs: Sequence[Run]
     problems: Sequence[UnreadableFile]
@@ -53,45 +67,62 @@ class Content:
 
 @dataclass(frozen=True)
 class Section:
+    """short: its name in the navigation. headed: whether its title is shown; readers of screens hear it always."""
+
     name: str
     title: str
+    short: str
     inner: str  # HTML
+    headed: bool = True
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What a page begins with. finding and notes: HTML."""
+
+    title: str
+    finding: str
+    facts: Sequence[tuple[str, str]]
+    notes: str = ""
 
 
 def page(content: Content, plotly: str) -> str:
     """The whole HTML of a report; `plotly` is the text of plotly.js."""
     tables = {chart.id: chart.table.csv for chart in content.charts if chart.table is not None}
     tables["runs"] = content.about_runs.csv
-    header = _problems(content) + _switches(content.methods)
-    return document((content.title, content.subtitle), header, _sections(content), content.charts, tables, plotly)
+    found = "" if content.finding is None else f'<p class="finding">{finding_html(content.finding)}</p>'
+    lead = Lead(content.title, found, content.facts, _problems(content))
+    return document(lead, _sections(content), content.charts, tables, plotly, switches_html(content.methods))
+
+
+def finding_html(finding: Finding) -> str:
+    """Methods in bold, underlined in their colours."""
+    return "".join(
+        escaped(part)
+        if isinstance(part, str)
+        else f'<strong style="text-decoration-color:{part.color}">{escaped(part.label)}</strong>'
+        for part in finding.parts
+    )
 
 
 def document(
-    heading: tuple[str, str],
-    header: str,
+    lead: Lead,
     sections: Sequence[Section],
     drawn: Sequence[Chart],
     tables: Mapping[str, str],
     plotly: str,
+    switches: str = "",
 ) -> str:
-    """One HTML file. heading: title and subtitle. header: HTML. tables: CSV files that can be downloaded, by name."""
-    title, subtitle = heading
+    """One HTML file. tables: CSV files that can be downloaded, by name. switches: HTML beside the navigation."""
     script = _script_text((ASSETS / "page.js").read_text(encoding="utf-8"))
     plotly = _script_text(plotly)
-    shown = [
-        {"name": chart.id, "views": [{"traces": each.traces, "layout": each.layout} for each in chart.views]}
-        for chart in drawn
-    ]
+    shown = [{"name": chart.id, "views": list(map(_view_data, chart.views))} for chart in drawn]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
     )
-    links = "".join(f'<li><a href="#{each.name}">{escaped(each.title)}</a></li>' for each in sections)
-    body = "\n".join(
-        f'<section id="{each.name}" aria-labelledby="{each.name}-title">'
-        f'<h2 id="{each.name}-title">{escaped(each.title)}</h2>{each.inner}</section>'
-        for each in sections
-    )
+    links = "".join(f'<li><a href="#{each.name}">{escaped(each.short)}</a></li>' for each in sections)
+    facts = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in lead.facts)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -100,22 +131,25 @@ def document(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<title>{escaped(title)}</title>
+<title>{escaped(lead.title)}</title>
 <link rel="icon" href="data:,">
 <style>
 {(ASSETS / "page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <a class="skip" href="#content">Skip to the content</a>
-<header>
-<h1>{escaped(title)}</h1>
-<p class="quiet">{escaped(subtitle)}</p>
-<nav aria-label="Sections"><ul>{links}</ul></nav>
-{header}
-<noscript><p class="problems">The charts need JavaScript; the tables below do not.</p></noscript>
-</header>
+<header class="bar"><nav aria-label="Sections"><ul>{links}</ul></nav>{switches}</header>
 <main id="content">
-{body}
+<div class="opening">
+<h1>{escaped(lead.title)}</h1>
+{lead.finding}
+<dl class="facts">{facts}</dl>
+{lead.notes}
+<noscript><p class="problems">The charts need JavaScript; the tables below do not.</p></noscript>
+</div>
+{"".join(map(_section_html, sections))}
+<p class="hidden" id="chart-keys">{KEYS}</p>
+<p class="hidden" id="said" role="status"></p>
 </main>
 <script type="application/json" id="report-data">{json_for_page({"charts": shown, "tables": dict(tables)})}</script>
 <script>{plotly}</script>
@@ -125,118 +159,67 @@ def document(
 """
 
 
+def _view_data(view: View) -> dict[str, Any]:
+    found: dict[str, Any] = {"traces": view.traces, "layout": view.layout, "trained": view.trained}
+    if view.stretch is not None:
+        found |= {"stretch": dataclasses.asdict(view.stretch), "stretched": view.is_stretched}
+    return found
+
+
+def _section_html(section: Section) -> str:
+    return (
+        f'<section id="{section.name}" aria-labelledby="{section.name}-title">'
+        f'<h2 id="{section.name}-title"{"" if section.headed else " class=hidden"}>{escaped(section.title)}</h2>'
+        f"{section.inner}</section>\n"
+    )
+
+
 def _sections(content: Content) -> list[Section]:
-    """In the order of the page."""
+    """In the order of the page; what there is nothing of has no section."""
     sections = []
-    for chart in content.charts:
-        sections.append(Section(chart.id, chart.title, figure_html(chart)))
+    for place, chart in enumerate(content.charts):
+        headed = place > 0 or chart.name != "extrapolation"  # the first one is what the finding is about
+        number = chart.suffix.replace("_", " ")
+        sections.append(Section(chart.id, chart.title, chart.short + number, figure_html(chart), headed))
         for listed in content.tables:
             if chart.name == "extrapolation" and chart.suffix == listed.suffix:
-                sections.append(Section(f"perplexities{listed.suffix}", listed.title, _listed(listed)))
-    for number, (title, reason) in enumerate(content.missing.items()):
-        sections.append(Section(f"missing-{number}", title, f'<p class="quiet">{escaped(reason)}</p>'))
-    told = [run for run in content.runs if run.samples]
-    samples = "".join(_samples(run, is_open=run is told[0]) for run in told)
-    if samples:
-        sentence = "Texts that the models generated, as their samples.json holds them; the prompt is the paler part."
-        sections.append(Section("samples", "Samples", f'<p class="quiet">{sentence}</p>{samples}'))
-    configs = "".join(map(_config, content.runs)) if content.with_configs else ""
-    about = '<p class="quiet">Every run of this report with its seed, versions and cost, from its own files.</p>'
-    inner = about + table_html(content.about_runs, "Runs") + download_html("runs", "Download as CSV") + configs
-    sections.append(Section("runs", "Runs, seeds, versions and configs", inner))
+                sections.append(
+                    Section(f"perplexities{listed.suffix}", listed.title, f"Table{number}", _listed(listed))
+                )
+    if samples := samples_html(content.methods):
+        said = "How each model goes on with the same text (the paler part), with the same random numbers."
+        sections.append(Section("samples", "Samples", "Samples", quiet(said) + samples))
+    sections.append(Section("runs", "Runs, versions and configs", "Runs", _runs(content)))
     return sections
 
 
-def _listed(listed: Listed) -> str:
-    inner = f'<p class="quiet">{escaped(listed.sentence)}</p>' + _perplexities(listed)
-    inner += "".join(f'<p class="quiet">– {escaped(note)}</p>' for note in listed.perplexities.notes)
-    return inner + download_html(f"extrapolation{listed.suffix}", "Download all figures as CSV")
-
-
-def figure_html(chart: Chart) -> str:
-    tools = ""
-    if len(chart.views) > 1:
-        options = "".join(
-            f'<option value="{place}">{escaped(each.name)}</option>' for place, each in enumerate(chart.views)
+def _runs(content: Content) -> str:
+    """What differs between runs as a table, what they share as a sentence, then their configs and what is missing."""
+    table, same = content.about_runs.split_common("run", "method", "seed")
+    inner = table_html(table.without("folder"), "Runs")
+    if len(content.runs) > 1 and same:
+        shared = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in same.items())
+        inner += quiet(f"The same for all: {shared}.")
+    inner += download_html("runs", "Download as CSV")
+    if content.with_configs:
+        inner += "<h3>Configs</h3>" + "".join(config_html(run, _files(run)) for run in content.runs)
+    if content.missing:
+        reasons = "".join(
+            f"<li><strong>{escaped(name)}.</strong> {escaped(reason)}</li>"
+            for name, reason in content.missing.items()
         )
-        tools += f'<label>Show <select data-chart="{chart.id}" autocomplete="off">{options}</select></label>'
-    for each in chart.axes:
-        tools += f'<button type="button" data-chart="{chart.id}" data-axis="{each}">logarithmic {each}</button>'
-    text = ""
-    if chart.table is not None:
-        tools += _download_button(chart.id, "CSV")
-        if chart.listed:
-            text = (
-                f"<details><summary>The values as a table</summary>{table_html(chart.table, chart.title)}</details>"
-            )
-    notes = "".join(f'<p class="quiet">{escaped(note)}</p>' for note in chart.notes)
-    label = f"Chart: {chart.title}. {chart.sentence}"
-    return (
-        f"<figure><figcaption>{escaped(chart.sentence)}</figcaption>"
-        f'<div class="tools" role="group" aria-label="{escaped(chart.title)}: what is shown">{tools}</div>'
-        f'<div class="chart" id="chart-{chart.id}" role="img" aria-label="{escaped(label)}"></div>'
-        f"{notes}</figure>{text}"
-    )
+        inner += f"<details><summary>What is not in this report</summary><ul>{reasons}</ul></details>"
+    return inner
 
 
-def _perplexities(listed: Listed) -> str:
-    table = listed.perplexities
-    heads = "".join(f'<th scope="col">{length:,}</th>' for length in table.lengths)
-    rows = []
-    for method, cells in zip(table.methods, table.cells, strict=True):
-        trained = "" if method.length is None or "L = " in method.label else f"<small>L = {method.length:,}</small>"
-        row = f'<th scope="row">{escaped(method.label)} {trained}</th>' + "".join(map(_cell, cells))
-        rows.append(f"<tr>{row}</tr>")
-    return _scroll(
-        listed.title,
-        f'<table id="perplexity-table{listed.suffix}">'
-        f'<caption class="hidden">{escaped(listed.title)}</caption>'
-        f'<thead><tr><th scope="col" class="text">method</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>",
-    )
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else significant(value) if isinstance(value, float) else str(value)
 
 
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
-        return '<td><span aria-hidden="true">–</span><span class="hidden">not tested</span></td>'
-    if cell.value is None:
-        return '<td><span aria-hidden="true">–</span><span class="hidden">no figure</span></td>'
-    ratio = "" if cell.ratio is None else f"<small>×{cell.ratio:.3f}</small>"
-    if cell.best:
-        return f'<td class="best">{escaped(cell.text)}<span class="hidden"> (best)</span>{ratio}</td>'
-    return f"<td>{escaped(cell.text)}{ratio}</td>"
-
-
-def table_html(table: Table, title: str) -> str:
-    texts = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
-    heads = "".join(
-        f'<th scope="col"{" class=text" if text else ""}>{escaped(name.replace("_", " "))}</th>'
-        for name, text in zip(table.columns, texts, strict=True)
-    )
-    rows = "".join("<tr>" + "".join(map(_plain_cell, row)) + "</tr>" for row in table.rows)
-    return _scroll(title, f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
-
-
-def _plain_cell(value: Any) -> str:
-    if value is None:
-        return "<td></td>"
-    if isinstance(value, str):
-        return f'<td class="text">{escaped(value)}</td>'
-    return f"<td>{value:,}</td>" if isinstance(value, int) else f"<td>{significant(value)}</td>"
-
-
-def _scroll(title: str, inner: str) -> str:
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escaped(title)}">{inner}</div>'
-
-
-def download_html(name: str, label: str) -> str:
-    return f'<p class="tools">{_download_button(name, label)}</p>'
-
-
-def _download_button(name: str, label: str) -> str:
-    return (
-        f'<button type="button" data-table="{name}">{escaped(label)}<span class="hidden"> of {name}</span></button>'
-    )
+def _listed(listed: Listed) -> str:
+    inner = perplexities_html(listed.perplexities, listed.title, f"perplexity-table{listed.suffix}")
+    inner += quiet(listed.sentence) + "".join(quiet(f"– {note}") for note in listed.perplexities.notes)
+    return inner + download_html(f"extrapolation{listed.suffix}", "Download all figures as CSV")
 
 
 def _problems(content: Content) -> str:
@@ -244,37 +227,19 @@ def _problems(content: Content) -> str:
     items += [f"<code>{escaped(each.path)}</code>: {escaped(each.what)}" for each in content.problems]
     if not items:
         return ""
-    listed = "".join(f"<li>{item}</li>" for item in items)
-    return f'<div class="problems" role="note"><strong>Read this first</strong><ul>{listed}</ul></div>'
+    listed = [f"<li>{item}</li>" for item in items]
+    first, rest = "".join(listed[:SHOWN]), "".join(listed[SHOWN:])
+    more = f"<details><summary>and {len(items) - SHOWN} more</summary><ul>{rest}</ul></details>" if rest else ""
+    return f'<div class="problems" role="note"><strong>Read this first</strong><ul>{first}</ul>{more}</div>'
 
 
-def _switches(methods: Iterable[Method]) -> str:
-    boxes = "".join(
-        '<label><input type="checkbox" checked autocomplete="off" '
-        f'data-method="{escaped(plotly_text(method.label))}">'
-        f'<span class="swatch" style="background:{method.color}"></span>{escaped(method.label)}</label>'
-        for method in methods
-    )
-    return f"<fieldset><legend>Methods in all charts</legend>{boxes}</fieldset>" if boxes else ""
-
-
-def _samples(run: Run, *, is_open: bool) -> str:
-    parts = []
-    for sample in run.samples[:5]:
-        prompt, text = str(sample.get("prompt", "")), str(sample.get("text", sample.get("completion", "")))
-        rest = text[len(prompt) :] if prompt and text.startswith(prompt) else text
-        parts.append(f"<pre><b>{escaped(prompt[:SAMPLE_CHARACTERS])}</b>{escaped(rest[:SAMPLE_CHARACTERS])}</pre>")
-    return f"<details{' open' if is_open else ''}><summary>{escaped(run.name)}</summary>{''.join(parts)}</details>"
-
-
-def _config(run: Run) -> str:
+def _files(run: Run) -> list[tuple[str, str]]:
     files = (("train.json", run.train), ("config.json, model", run.model), ("environment", run.environment))
-    inner = "".join(
-        f"<h3>{name}</h3><pre>{escaped(json.dumps(values, indent=2, ensure_ascii=False, default=str)[:20000])}</pre>"
+    return [
+        (name, json.dumps(values, indent=2, ensure_ascii=False, default=str)[:20000])
         for name, values in files
         if values
-    )
-    return f"<details><summary>{escaped(run.name)}</summary>{inner}</details>"
+    ]
 
 
 def _script_text(text: str) -> str:

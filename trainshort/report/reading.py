@@ -48,6 +48,7 @@ class Run:
     recall: list[Values] = field(default_factory=list)
     samples: list[Values] = field(default_factory=list)
     trainshort: str | None = None
+    text: Values = field(default_factory=dict)  # what a comparison says of the data: sources, tokenizer
     about: Values = field(default_factory=dict)  # what evaluation.json says of a model that is no run of ours
 
     @property
@@ -62,7 +63,8 @@ class Run:
     @property
     def length(self) -> int | None:
         """That it was trained at."""
-        return whole(self.train.get("length", self.about.get("length")))
+        found = whole(self.train.get("length", self.about.get("length")))
+        return found if found is not None and found > 0 else None
 
     @property
     def seed(self) -> int | None:
@@ -108,7 +110,7 @@ def read_runs(paths: Iterable[str | Path]) -> Found:
     for path in comparisons.values():
         content = _object(path, found, "versions and missing runs cannot be taken from it")
         for entry in _entries(content):
-            entry = entry | {"trainshort": content.get("trainshort"), "comparison": path}
+            entry = entry | {"trainshort": content.get("trainshort"), "comparison": path, "text": content.get("data")}
             compared.setdefault((path.parent / str(entry["folder"])).resolve(), entry)
     asked = {path.resolve() for path in map(Path, paths)}
     for resolved, folder in folders.items():
@@ -136,12 +138,19 @@ def _sort_out(path: Path, folders: dict[Path, Path], comparisons: dict[Path, Pat
         folders.setdefault(path.resolve(), path)
     elif not any((path / name).exists() for name in BESIDE):
         inner = [child for child in sorted(path.iterdir()) if child.is_dir() and _is_run(child)]
-        for child in inner:
+        listed = _order(path / COMPARISON)
+        for child in sorted(inner, key=lambda child: listed.get(child.name, len(listed))):
             folders.setdefault(child.resolve(), child)
         if (path / COMPARISON).is_file():
             comparisons[(path / COMPARISON).resolve()] = path / COMPARISON
         elif not inner:
             found.problem(path, f"no run in it (none of {', '.join(RUN_FILES)}): left out")
+
+
+def _order(path: Path) -> dict[str, int]:
+    """The places of runs in a comparison, which has them in the order that was asked for."""
+    content = mapping(_json(path, Found(), "")) if path.is_file() else {}  # what is wrong with it is named later
+    return {str(entry["folder"]): place for place, entry in enumerate(_entries(content))}
 
 
 def _is_run(folder: Path) -> bool:
@@ -194,7 +203,7 @@ def _run(folder: Path, compared: Values, found: Found) -> Run:
         run.records = kept
     run.recall = _recall(folder / "recall.json", run, found)
     run.samples = _samples(folder / "samples.json", found)
-    run.trainshort = _version(compared)
+    run.trainshort, run.text = _version(compared), mapping(compared.get("text"))
     return run
 
 
@@ -206,7 +215,7 @@ def _from_comparison(folder: Path, entry: Values, found: Found) -> Run:
     run.records = _of_comparison(entry, folder, found)
     environment = mapping(entry.get("training"))
     run.state = {"environment": environment, "seconds": environment.get("seconds")}
-    run.trainshort = _version(entry)
+    run.trainshort, run.text = _version(entry), mapping(entry.get("text"))
     return run
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from trainshort.report.charts import Chart, Plot, View, axis, line
+from trainshort.report.charts import Chart, Plot, View, axis, labelled, line
+from trainshort.report.length_charts import trained_lengths
 from trainshort.report.methods import Method
 from trainshort.report.records import Values
 from trainshort.report.tables import Table
@@ -54,15 +55,18 @@ def _chart(found: Sequence[tuple[Method, Values]], suffix: str) -> Chart:
                 for depth, values in zip(first["depths"], zip(*shares, strict=True), strict=True):
                     right = statistics.fmean(values)
                     rows.append((method.label, task, length, depth, right, first["trials"], chance, len(values)))
+    table = Table(COLUMNS, tuple(rows))
     return Chart(
         "recall",
+        "Recall",
         "Recall",
         f"How often a model tells which of {first['choices']} answers stood in its window, after a cue that comes "
         f"again at its end: {first['trials']} windows for each length and depth, in {dtypes}. A passkey is a few "
         "tokens that nobody could guess, a passage is a piece of the text; the dashed line is chance. Perplexity "
         "says little about this: most tokens can be guessed from those just before.",
         views,
-        Table(COLUMNS, tuple(rows)),
+        table,
+        listed=table,
         suffix=suffix,
     )
 
@@ -84,11 +88,11 @@ def _by_length(task: str, methods: Sequence[Method], found: Sequence[tuple[Metho
         means = [statistics.fmean(value for seed in seeds for value in seed) for seeds in shares.values()]
         if shares:
             lengths |= set(shares)
-            traces.append(line(method, list(shares), [round(mean, 5) for mean in means]))
+            traces.append(_labelled(method, list(shares), means))
     ticks = sorted(lengths)
     traces.append(_chance([ticks[0], ticks[-1]], chance))
     layout = {"xaxis": axis("test length in tokens", "log", ticks), "yaxis": _share_axis()}
-    return View(f"{TASKS[task]}, by length", traces, layout)
+    return View(f"{TASKS[task]}, by length", traces, layout, trained_lengths(methods))
 
 
 def _by_depth(task: str, methods: Sequence[Method], found: Sequence[tuple[Method, Values]], chance: float) -> View:
@@ -101,11 +105,15 @@ def _by_depth(task: str, methods: Sequence[Method], found: Sequence[tuple[Method
     traces = []
     for method in methods:
         if seeds := by_method[method.label].get(length):
-            means = [round(statistics.fmean(values), 5) for values in zip(*seeds, strict=True)]
-            traces.append(line(method, depths, means))
+            means = [statistics.fmean(values) for values in zip(*seeds, strict=True)]
+            traces.append(_labelled(method, depths, means))
     traces.append(_chance([min(depths), max(depths)], chance))
     title = "depth of the answer in the window, in percent (100: just before the cue)"
     return View(f"{TASKS[task]}, by depth at {length:,}", traces, {"xaxis": axis(title), "yaxis": _share_axis()})
+
+
+def _labelled(method: Method, x: Sequence[int], shares: Sequence[float]) -> Plot:
+    return labelled(line(method, x, [round(each, 5) for each in shares]), [f"{each:.0%}" for each in shares])
 
 
 def _share_axis() -> Plot:
@@ -120,4 +128,6 @@ def _chance(x: Sequence[int], chance: float) -> Plot:
         "x": list(x),
         "y": [round(chance, 5)] * 2,
         "line": {"color": "#888888", "dash": "dash", "width": 1.5},
+        "hovertemplate": f"<b>{chance:.0%}</b>  chance<extra></extra>",
+        "meta": {"end": "chance", "value": f"{chance:.0%}"},
     }

@@ -13,6 +13,7 @@ from trainshort.report.reading import Run
 from trainshort.report.records import Values, mapping, number
 
 NONOVERLAPPING = "nonoverlapping"
+FEW = 500  # tokens: the mean loss of fewer says more of these tokens than of the model
 HALF = "sliding, stride L/2"
 
 
@@ -26,6 +27,17 @@ class Point:
     seeds: int
     skipped: str | None = None
     runs: tuple[str, ...] = ()  # the folders of those runs
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Places of a window, from 1: the mean loss there in nats, how many tokens it is of, its deviation over seeds."""
+
+    first: int
+    last: int
+    loss: float
+    count: int
+    deviation: float | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,8 @@ def ratios(method: Method, values: Sequence[Point]) -> dict[int, float | None]:
     def ratio(each: Point) -> float | None:
         if base is None or not base.mean or each.mean is None or each.runs != base.runs:
             return None
-        return each.mean / base.mean
+        found = each.mean / base.mean
+        return found if math.isfinite(found) else None
 
     return {each.length: ratio(each) for each in values}
 
@@ -123,19 +136,62 @@ def loss_by_position(
     method: Method, protocols: Protocols, protocol: str, length: int
 ) -> list[tuple[int, int, float, int]]:
     """First and last place (from 1), mean loss in nats and count of each bin that scored anything; seeds pooled."""
-    pooled: dict[tuple[int, int], list[float]] = {}
-    for record in records_at(method, protocols, protocol).get(length, []):
-        binned = mapping(record.get("loss_by_position"))
-        parts = [binned.get(name) for name in ("edges", "nll_sum", "count")]
-        if not all(isinstance(part, list) for part in parts):
-            continue
-        edges, sums, counts = ([number(each) for each in part or []] for part in parts)
-        for low, high, total, count in zip(edges, edges[1:], sums, counts, strict=False):
-            if low is not None and high is not None and total is not None and count:
-                entry = pooled.setdefault((int(low) + 1, int(high)), [0.0, 0.0])
-                entry[0] += total
-                entry[1] += count
+    pooled = _pooled([_bins(each) for each in records_at(method, protocols, protocol).get(length, [])])
     return [(low, high, total / count, int(count)) for (low, high), (total, count) in sorted(pooled.items())]
+
+
+def loss_by_place(method: Method, protocols: Protocols, protocol: str, length: int) -> list[Bin]:
+    """The same in bins that are merged until each has tokens enough; one ends where training windows did."""
+    by_seed = [found for each in records_at(method, protocols, protocol).get(length, []) if (found := _bins(each))]
+    merged = []
+    for spans in _merged(_pooled(by_seed), method.length):
+        sums = [[sum(found.get(span, (0.0, 0.0))[part] for span in spans) for part in (0, 1)] for found in by_seed]
+        losses = [total / count for total, count in sums if count]
+        total, count = (sum(each[part] for each in sums) for part in (0, 1))
+        deviation = statistics.stdev(losses) if len(losses) > 1 else None
+        merged.append(Bin(spans[0][0], spans[-1][1], total / count, int(count), deviation))
+    return merged
+
+
+Span = tuple[int, int]
+Sums = dict[Span, tuple[float, float]]  # by first and last place: the sum of losses and the count
+
+
+def _bins(record: Values) -> Sums:
+    binned = mapping(record.get("loss_by_position"))
+    parts = [binned.get(name) for name in ("edges", "nll_sum", "count")]
+    if not all(isinstance(part, list) for part in parts):
+        return {}
+    edges, sums, counts = ([number(each) for each in part or []] for part in parts)
+    return {
+        (int(low) + 1, int(high)): (total, count)
+        for low, high, total, count in zip(edges, edges[1:], sums, counts, strict=False)
+        if low is not None and high is not None and total is not None and count and count > 0 and high > low >= 0
+    }
+
+
+def _pooled(found: Iterable[Sums]) -> Sums:
+    pooled: Sums = {}
+    for bins in found:
+        for span, (total, count) in bins.items():
+            before = pooled.get(span, (0.0, 0.0))
+            pooled[span] = before[0] + total, before[1] + count
+    return pooled
+
+
+def _merged(bins: Sums, trained: int | None) -> list[list[Span]]:
+    """Neighbours together, until they have `FEW` tokens, or an eighth of all where those are not many."""
+    enough = min(FEW, sum(count for _, count in bins.values()) / 8)
+    groups, group, tokens = list[list[Span]](), list[Span](), 0.0
+    for span in sorted(bins):
+        group.append(span)
+        tokens += bins[span][1]
+        if tokens >= enough or (span[1] == trained and tokens >= enough / 4):
+            groups.append(group)
+            group, tokens = [], 0.0
+    if group and groups:
+        groups[-1] += group
+    return groups
 
 
 def curve(run: Run, limit: int) -> Curve | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainshort.report.methods import Method
 from trainshort.report.series import Point, Protocols, best_at, points, ratios
-from trainshort.report.text import for_spreadsheet, latex, significant
+from trainshort.report.text import for_spreadsheet, latex, significant, times
 
 QUANTITIES = ("perplexity", "perplexity_per_word", "bits_per_byte")
 
@@ -29,6 +29,25 @@ class Table:
         for row in self.rows:
             writer.writerow([for_spreadsheet(each) if isinstance(each, str) else each for each in row])
         return stream.getvalue()
+
+    def without(self, *names: str) -> Table:
+        """For people: without these columns, and without those that hold nothing."""
+        kept = [
+            place
+            for place, name in enumerate(self.columns)
+            if name not in names and any(row[place] is not None for row in self.rows)
+        ]
+        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
+        return Table(tuple(self.columns[place] for place in kept), rows)
+
+    def split_common(self, *always: str) -> tuple[Table, dict[str, Any]]:
+        """What all rows share, by column, and the table without it; columns named `always` stay."""
+        same = {
+            name: self.rows[0][place]
+            for place, name in enumerate(self.columns)
+            if self.rows and name not in always and len({row[place] for row in self.rows}) == 1
+        }
+        return self.without(*same), {name: value for name, value in same.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,10 @@ def latex_table(table: Perplexities, caption: str) -> str:
     ]
     for method, cells in zip(table.methods, table.cells, strict=True):
         lines.append(f"    {latex(method.label)} & " + " & ".join(map(_latex_cell, cells)) + r" \\")
-        shown = ["" if cell is None or cell.ratio is None else f"$\\times${cell.ratio:.3f}" for cell in cells]
+        shown = [
+            "" if cell is None or cell.ratio is None else times(cell.ratio).replace("×", "$\\times$")
+            for cell in cells
+        ]
         if any(shown):
             lines.append("     & " + " & ".join(shown) + r" \\")
     return "\n".join([*lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])

@@ -50,17 +50,22 @@ class Tested:
         return int(self.key[3]) - int(self.key[2])
 
     @property
+    def folder(self) -> str:
+        """Where the data lay."""
+        return _folder(self.key, self.runs)
+
+    @property
     def scored(self) -> str:
         """What every figure is over."""
         of = f" of {self.name}" if self.name else ""
         if not self.is_text:
             return f"the same {self.tokens:,} tokens{of}, each scored once"
-        return f"the same text{of or f', {_folder(self.key, self.runs)}'}, each token but the first scored once"
+        return f"the same text{of or f', {self.folder}'}, each token but the first scored once"
 
     @property
     def how_again(self) -> str:
         """The flags of evaluate that ask for the same test."""
-        return f"--text {_folder(self.key, self.runs)}" if self.is_text else f"--tokens {self.tokens}"
+        return f"--text {self.folder}" if self.is_text else f"--tokens {self.tokens}"
 
     def dtypes(self) -> dict[str, list[str]]:
         """The names of runs by the dtype that they were tested in."""

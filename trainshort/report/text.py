@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 LATEX = {
@@ -69,13 +70,27 @@ def for_spreadsheet(text: str) -> str:
 
 
 def significant(value: float | None, like: float | None = None) -> str:
-    """For tables: three decimals below 100, fewer above, three figures of what is small; or as many as `like` has."""
+    """For people: four figures, three of what is small; or with as many decimals as `like` has."""
     if value is None:
         return "–"
     size = abs(value if like is None else like)
     if size >= 1e6:
         return f"{value:.2e}"
-    if 0 < size < 0.1:
+    if size < 0.1:
         return f"{value:.3g}"
-    decimals = 3 if size < 100 else 2 if size < 1000 else 1 if size < 1e4 else 0
+    decimals = 3 if size < 10 else 2 if size < 100 else 1 if size < 1000 else 0
     return f"{value:,.{decimals}f}"
+
+
+def times(ratio: float) -> str:
+    """A ratio in three figures: ×0.978, ×1.95, ×24.3, ×2,430."""
+    size = abs(ratio)
+    if 0 < size < 0.01:
+        return f"×{ratio:.2g}"
+    decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
+    return f"×{ratio:,.{decimals}f}" if size < 1e6 else f"×{ratio:.1e}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
