@@ -76,7 +76,7 @@ def test_every_command_takes_it(capsys: Capture, prepared: Path, tmp_path: Path,
     assert json.loads((run / "config.json").read_text())["position_origin"] == {"file": str(file)}
     for words, name in (([], "halves"), (["--import", file], "Halves &amp; more")):
         assert run_cli(capsys, "report", run, "--out", tmp_path / "report", *words).status == 0
-        assert f'scope="row">{name} ' in (tmp_path / "report" / "report.html").read_text()
+        assert f"</svg>{name} </th>" in (tmp_path / "report" / "report.html").read_text()
     assert (tmp_path / "ran.txt").read_text().count("again") == len(commands) + 1
 
 

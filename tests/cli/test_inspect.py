@@ -11,6 +11,7 @@ import torch
 import trainshort as ts
 from tests.cli.run_cli import run_cli
 from tests.models.public import folders
+from tests.report.parsed import Page
 from trainshort.data.tokenizer import ByteTokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -113,8 +114,9 @@ def test_a_public_model_is_evaluated_beside_a_run(
     done = run_cli(capsys, "report", "evaluations/baichuan", "own", "--no-figures")
     assert done.status == 0, done.error
     assert done.out.startswith("report/report.html: 2 runs")
-    page = Path("report/report.html").read_text()
-    assert "2 models: baichuan, L = 64; untrained, L = 32." in page
+    page = " ".join(Page(Path("report/report.html")).text.split())
+    assert "Tested at 128 tokens, untrained, L = 32 has perplexity " in page  # both in one sentence, the better first
+    assert "; and baichuan, L = 64 " in page
 
 
 def test_texts_that_cannot_be_scored_are_refused(
