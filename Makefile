@@ -66,7 +66,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainshort needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(PYTHON) scripts/constraints_for.py $(TORCH),cat constraints.txt) > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt 'setuptools>=77' wheel
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $(READY)
 

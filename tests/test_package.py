@@ -131,6 +131,12 @@ def test_constraints_for_another_torch() -> None:
         constraints("latest")
 
 
+def test_environments_for_another_torch_get_a_setuptools_that_reads_the_project() -> None:
+    """They have no pin of it, and Python 3.11 brings one that is too old."""
+    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert f"'{wanted}'" in (ROOT / "Makefile").read_text()
+
+
 # check_release
 
 
