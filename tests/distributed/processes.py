@@ -31,7 +31,7 @@ def _start(
 
 
 def run_ranks(
-    folder: Path, size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0
+    folder: Path, size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0
 ) -> list[Any]:
     """What the function returns on each rank; or the error it raised there, as (name of its class, message, trace).
 
