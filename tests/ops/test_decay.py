@@ -131,6 +131,24 @@ def test_times_keep_their_digits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, atol=0.5 if unit != 1 else 0.0, rtol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=str)
+def test_short_integers_may_lie_far_apart(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    bias = ts.DecayBias.at(torch.tensor([limits.min, 0, limits.max], dtype=dtype), torch.ones(1))
+    assert bias.times is not None
+    assert bias.times.tolist() == [[0.0, float(-limits.min), float(limits.max - limits.min)]]
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32], ids=str)
+def test_integers_without_a_sign_that_go_back_are_refused(dtype: torch.dtype, backend: str) -> None:
+    """They would turn round, and 3 after 5 would be 254 later."""
+    q = torch.zeros(1, 1, 2, 4)
+    bias = ts.DecayBias.at(torch.tensor([5, 3], dtype=torch.int64).to(dtype), torch.ones(1))
+    with pytest.raises(ValueError, match="never go back: the number at position 1"):
+        ts.attention(q, q, q, bias=bias, backend=backend)
+
+
 @backends
 def test_half_gates_mean_what_they_hold(backend: str) -> None:
     q, k, v = inputs(50)
