@@ -251,3 +251,16 @@ def test_what_is_not_supported_is_refused() -> None:
     times = torch.arange(10)
     with pytest.raises(ValueError, match="those of rank 1 begin before those of rank 0 end"):
         simulate(spans, bias=ts.DecayBias.at(times, ts.alibi_slopes(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8], ids=str)
+def test_times_of_short_integers(dtype: torch.dtype) -> None:
+    times, slopes = torch.arange(30).to(dtype), torch.tensor([0.5, 0.1])
+    q, k, v = torch.randn(3, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    parts = slices([12, 18])
+    outs, _ = simulate(
+        [(q[:, :, own], k[:, :, own], v[:, :, own]) for own in parts],
+        bias=[ts.DecayBias.at(times[own], slopes) for own in parts],
+    )
+    whole = ts.attention(q, k, v, bias=ts.DecayBias.at(times, slopes))
+    torch.testing.assert_close(torch.cat(outs, dim=2), whole)

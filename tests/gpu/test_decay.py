@@ -11,7 +11,7 @@ from tests.gpu.cases import gpu_case
 from tests.ops.cases import random_gates
 from tests.ops.contract.test_windows import extreme_gates
 from tests.ops.dense import Case
-from tests.ops.test_decay import FLA, FOX
+from tests.ops.test_decay import FLA, FOX, gates_gradient
 from tests.ops.triton.rounding import KernelJudge
 
 LENGTH = 4096
@@ -37,32 +37,6 @@ def test_errors_at_4096(name: str) -> None:
     again = case.run("triton")
     for key, tensor in results.items():
         assert torch.equal(tensor, again[key]), f"{key} differs from run to run"
-
-
-def gates_gradient(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, gates: Tensor) -> Tensor:
-    """The gradient of log gates [T] of one head, q, k, v and upstream [T, D], all in float64, block by block. Keys
-    whose bias is below -100 are left out: they weigh nothing in float64 either."""
-    length, dim = q.shape
-    level = gates.clone()
-    level[0] = 0.0
-    level = level.cumsum(0)
-    by_token = torch.zeros_like(level)
-    for begin in range(0, length, 1024):
-        rows = slice(begin, begin + 1024)
-        first = int(torch.searchsorted(-level, -level[begin] - 100.0))
-        keys = slice(first, min(begin + 1024, length))
-        later = (
-            torch.arange(keys.start, keys.stop, device=q.device) > torch.arange(length, device=q.device)[rows, None]
-        )
-        scores = q[rows] @ k[keys].T / dim**0.5 + level[rows, None] - level[keys]
-        weights = scores.masked_fill_(later, -torch.inf).softmax(-1)
-        dweights = upstream[rows] @ v[keys].T
-        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
-        by_token[rows] += dscores.sum(-1)
-        by_token[keys] -= dscores.sum(0)
-    gradient = by_token.flip(0).cumsum(0).flip(0)
-    gradient[0] = 0.0
-    return gradient
 
 
 @pytest.mark.alone

@@ -131,6 +131,69 @@ def test_times_keep_their_digits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, atol=0.5 if unit != 1 else 0.0, rtol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=str)
+def test_short_integers_may_lie_far_apart(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    bias = ts.DecayBias.at(torch.tensor([limits.min, 0, limits.max], dtype=dtype), torch.ones(1))
+    assert bias.times is not None
+    assert bias.times.tolist() == [[0.0, float(-limits.min), float(limits.max - limits.min)]]
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32], ids=str)
+def test_integers_without_a_sign_that_go_back_are_refused(dtype: torch.dtype, backend: str) -> None:
+    """They would turn round, and 3 after 5 would be 254 later."""
+    q = torch.zeros(1, 1, 2, 4)
+    bias = ts.DecayBias.at(torch.tensor([5, 3], dtype=torch.int64).to(dtype), torch.ones(1))
+    with pytest.raises(ValueError, match="never go back: the number at position 1"):
+        ts.attention(q, q, q, bias=bias, backend=backend)
+
+
+def gates_gradient(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, gates: Tensor) -> Tensor:
+    """The gradient of log gates [T] of one head, q, k, v and upstream [T, D], all in float64, block by block. Keys
+    whose bias is below -100 are left out: they weigh nothing in float64 either."""
+    length, dim = q.shape
+    level = gates.clone()
+    level[0] = 0.0
+    level = level.cumsum(0)
+    by_token = torch.zeros_like(level)
+    for begin in range(0, length, 1024):
+        rows = slice(begin, begin + 1024)
+        first = int(torch.searchsorted(-level, -level[begin] - 100.0))
+        keys = slice(first, min(begin + 1024, length))
+        later = (
+            torch.arange(keys.start, keys.stop, device=q.device) > torch.arange(length, device=q.device)[rows, None]
+        )
+        scores = q[rows] @ k[keys].T / dim**0.5 + level[rows, None] - level[keys]
+        weights = scores.masked_fill_(later, -torch.inf).softmax(-1)
+        dweights = upstream[rows] @ v[keys].T
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        by_token[rows] += dscores.sum(-1)
+        by_token[keys] -= dscores.sum(0)
+    gradient = by_token.flip(0).cumsum(0).flip(0)
+    gradient[0] = 0.0
+    return gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [0.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_of_65536_gates(dtype: torch.dtype, offset: float) -> None:
+    """In 16 bits within half a percent. In float32 what as many roundings sum up to, which go one way and the other:
+    a suffix sum of row sums less column sums keeps those of all later tokens."""
+    generator = torch.Generator().manual_seed(0)
+    length = 65_536
+    q, k, v, upstream = torch.randn((4, 1, 1, length, 8), generator=generator).to(dtype).unbind(0)
+    logits = torch.randn((1, 1, length), generator=generator) + offset
+    gates = torch.nn.functional.logsigmoid(logits).requires_grad_()
+    out = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend="blocked")
+    (found,) = torch.autograd.grad(out, gates, upstream)
+    exact = gates_gradient(*(tensor[0, 0].detach().double() for tensor in (q, k, v, upstream, gates)))
+    error = (found[0, 0].double() - exact).norm() / exact.norm()
+    allowed = 0.005 if dtype == torch.bfloat16 else 4 * 2.0**-24 * length**0.5
+    assert float(error) <= allowed, f"{float(error):.2e}"
+
+
 @backends
 def test_half_gates_mean_what_they_hold(backend: str) -> None:
     q, k, v = inputs(50)

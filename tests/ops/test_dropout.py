@@ -97,6 +97,16 @@ def test_seeds_know_nothing_of_one_another(one: int, other: int) -> None:
         assert_chance(float(moved.mean()), 0.5, moved.numel())
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_a_probability_next_to_one_drops_all(backend: str) -> None:
+    """Rounded to a whole one, nothing would be left to divide by."""
+    q, k, v = random(1, 2, 20, 4)
+    out = ts.alibi_attention(q, k, v, dropout=1.0 - 1e-12, seed=1, backend=backend)
+    assert not bool(out.any())
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert not bool(gradient.any())
+
+
 def random(*shape: int, **about: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]

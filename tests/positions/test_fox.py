@@ -92,6 +92,25 @@ def test_a_step_never_looks_at_gates_again() -> None:
     torch.testing.assert_close(found[:, :, -1], last - 0.5)
 
 
+def test_a_padded_step_looks_at_the_last_sums_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are refused are NaN to the end, so that the cost of looking does not grow with the text."""
+    model, prompt = language_model("fox", num_kv_heads=2), random_tokens(2, 50)
+    cache, looked_at = ts.KeyValueCache(model.config, 2), []
+    is_nan = torch.isnan
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.float64:
+            looked_at.append(tensor.shape[-1])
+        return is_nan(tensor)
+
+    with torch.no_grad():
+        model(prompt, cache=cache, key_padding_mask=torch.arange(50) >= torch.tensor([[0], [17]]))
+        monkeypatch.setattr(torch, "isnan", counted)
+        model(prompt[:, :1], cache=cache)
+    assert looked_at
+    assert max(looked_at) == 1
+
+
 @pytest.mark.parametrize("position", ["fox", "alibi"])
 def test_generation_with_and_without_a_cache(position: str) -> None:
     """With all parts of the published block, greedy, from a padded batch."""

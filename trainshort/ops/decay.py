@@ -65,8 +65,9 @@ class DecayBias(Bias):
         """Tokens that stand at times: the bias is `-slope * |time_i - time_j|`, also for causal=False.
 
         Args:
-            times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Integers and float64 keep
-                all of their digits.
+            times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Of integers and float64 no
+                digit is lost to float32: they are counted from the first of the row, in float64, and the bias of
+                near tokens is off by at most 2^-51 of `slope * (last - first)`.
             slopes: [H] or [B, H], positive. Differentiable if it requires grad.
 
         Returns:
@@ -259,11 +260,10 @@ def _relative(times: Tensor) -> Tensor:
         raise TypeError(f"DecayBias times must be a tensor of integers or of floating point numbers, got {came}")
     if times.dim() not in (1, 2):
         raise ValueError(f"DecayBias times must be [length] or [batch, length], got shape {list(times.shape)}")
-    times = torch.atleast_2d(times.detach())
     wide = wide_dtype(times.device)
-    since = (times - times[:, :1]).to(wide) if not times.is_floating_point() else times.to(wide)
-    if times.is_floating_point():
-        since = since - since[:, :1]
+    # Integers without a sign would turn round where they go back, and short ones where they lie far apart.
+    times = torch.atleast_2d(times.detach()).to(wide if times.is_floating_point() else torch.int64)
+    since = (times - times[:, :1]).to(wide)
     back = torch.nn.functional.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
     refused = (back | ~torch.isfinite(since)).cumsum(-1) > 0
     return since.masked_fill(refused, float("nan"))

@@ -23,8 +23,8 @@ SEEDS = 2**63
 
 
 def threshold_of(dropout: float) -> int:
-    """The probability in units of 2^-31. Less than half a unit is no dropout at all."""
-    return round(dropout * ONE)
+    """The probability in units of 2^-31. Less than half a unit is no dropout at all; one unit at least is kept."""
+    return min(round(dropout * ONE), ONE - 1)
 
 
 def factor_of(dropout: float) -> float:

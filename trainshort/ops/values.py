@@ -78,10 +78,8 @@ def require_positive(name: str, slopes: Tensor, *, or_zero: bool = False) -> Non
 def require_no_nan(what: str, marked: Tensor) -> None:
     if _is_known(marked):
         return
-    if marked.device.type != "cpu":  # NaN goes on to the last number, and on a GPU nobody reads where it began
-        marked = marked[..., -1:]
-    good = ~torch.isnan(marked)
-    _require(good, what, lambda: f": the number at position {int((~good).nonzero()[:, -1].amin())} is not")
+    bad = torch.isnan(marked[..., -1:])  # NaN goes on to the last number: no step looks at all of them
+    _require(~bad, what, lambda: f": the number at position {int(marked.isnan().nonzero()[:, -1].amin())} is not")
 
 
 # Norms on a GPU that a cache keeps and writes itself, by address: there is nothing to look for in them at every step.

@@ -278,9 +278,17 @@ def _level_side(queries: Tensor, heights: Tensor, block: int) -> _Side:
     """queries: [B or 1, H, Tq]; heights: [B or 1, H, Tk]."""
     by_block = _by_block(heights, block)
     fade = by_block - by_block[..., -1:]
-    # Sums of numbers as large as these heights round to 2^-53 of them, a few times.
-    rounding = 2.0**-50 * heights[..., :1].abs().maximum(heights[..., -1:].abs())
+    rounding = rounding_of_sums(heights[..., :1].abs().maximum(heights[..., -1:].abs()), by_block.shape[2])
     return _Side(queries - rounding, by_block[..., -1], fade, torch.logsumexp(fade, dim=-1))
+
+
+def rounding_of_sums(largest: Tensor, blocks: int) -> Tensor:
+    """What sums of heights may be off by in all: of near keys, of a threshold, and of a running log-sum over blocks.
+
+    Each operation rounds to 2^-53 of numbers as large as these. A running sum does it once a block, and where c has
+    fallen far and then stays as it is, every time the same way, until what a block adds is lost altogether.
+    """
+    return (blocks + 64) * 2.0**-53 * largest
 
 
 def _envelope_side(problem: Problem, bias: KerpleBias, position: Tensor, block: int) -> _Side:

@@ -40,6 +40,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         windows.padding_and_packing,
         windows.not_finite,
         windows.decay,
+        windows.after_a_large_fall,
         windows.powers,
         decoding.decoding,
         decoding.decoding_at_every_length,

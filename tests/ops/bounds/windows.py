@@ -276,6 +276,22 @@ def decay() -> None:
     assert found.worst <= 1.0 + FLOAT64_NOISE, f"{found}, by {found.by}"
 
 
+def after_a_large_fall() -> None:
+    """c falls so far at once that float64 hardly tells near keys apart, and then stays: thousands of keys weigh alike
+    before one fall more, and the running sum over them must not lose any."""
+    keys, queries, far = 3400, 160, 3000
+    zeros = torch.zeros(1, 1, keys, DIM)
+    for fall in (2.0**30, 2.0**44, 2.0**47, 2.0**50):
+        gates = torch.zeros(1, 1, keys, dtype=torch.float64)
+        gates[..., 100], gates[..., far] = -fall, -20.0
+        back = Case(q=zeros[:, :, :queries], k=zeros, v=zeros, log_gates=gates)
+        steps = torch.zeros_like(gates)
+        steps[..., 1:] = gates[..., 1:].flip(-1)  # a link crosses the gate of its later end
+        ahead = replace(back, log_gates=torch.zeros_like(gates), future_gates=steps, causal=False, query_start=0)
+        assert_certified(back, ahead, blocks=[1], tolerances=geometric(1e-8, 1e-6, 30))
+        assert_certified(back, ahead, blocks=[128], tolerances=geometric(1e-8, 1e-6, 10))
+
+
 def as_powers(case: Case, exponent: float = 1.0, at: float = 0.0) -> Case:
     """The same bias as a power of the distance; for another exponent one that costs as much at a distance."""
     assert case.slopes is not None

@@ -214,6 +214,9 @@ def test_a_query_without_keys_gives_zeros(name: str, dtype: torch.dtype, place: 
 EMPTY: dict[str, dict[str, Any]] = {
     "no_rows": {"batch": 0, "queries": 5},
     "no_queries": {"queries": 0, "keys": 7},
+    "no_keys": {"queries": 5, "keys": 0},
+    "no_keys_and_gates": {"queries": 5, "keys": 0, "bias": "gates"},
+    "no_keys_and_gates_of_both_sides": {"queries": 5, "keys": 0, "bias": "gates", "causal": False},
     "nothing": {"queries": 0},
     "no_documents": {"batch": 1, "queries": 0, "cu_seqlens": torch.tensor([0])},
     "an_empty_document": {"batch": 1, "queries": 0, "cu_seqlens": torch.tensor([0, 0])},

@@ -38,6 +38,18 @@ def test_sums_borders_and_gradients(length: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-12)
 
 
+def test_sums_that_do_not_start_at_a_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts positions from 0: it is not asked where they start elsewhere, as in a bounded cache."""
+    gates = -torch.rand(1, 2, 20)
+    gates[0, 1, 7] = -math.inf
+    sums, first = host.running_sums(gates, start=1)
+    assert first[0, 1].tolist() == [0] * 7 + [8] * 13
+    monkeypatch.setattr(host, "_has_kernel", lambda log_gates: True)
+    for found, right in zip(host.running_sums(gates, start=1), (sums, first), strict=True):
+        assert torch.equal(found, right)
+    torch.testing.assert_close(host.running_sums(gates)[0], sums, rtol=1e-14, atol=1e-14)
+
+
 def test_sums_never_rise_and_keep_small_steps() -> None:
     """After a fall by 1e5, steps of 1e-8, which float32 sums would lose."""
     from trainshort.ops.triton import gate_sums

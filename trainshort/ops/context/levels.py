@@ -99,6 +99,7 @@ def known_of(call: Call, gates: list[Gates]) -> Known:
 def _in_parts(times: Tensor) -> tuple[Tensor, Tensor]:
     if times.is_floating_point():
         return times.double(), torch.zeros_like(times, dtype=torch.float64)
+    times = times.to(torch.int64)  # where UNIT is one
     return torch.div(times, UNIT, rounding_mode="floor").double(), torch.remainder(times, UNIT).double()
 
 

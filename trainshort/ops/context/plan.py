@@ -23,6 +23,7 @@ from trainshort.ops.context.levels import Known, Levels, join_levels, known_of, 
 from trainshort.ops.context.transport import Gather, Protocol
 from trainshort.ops.decay import DecayBias, pick
 from trainshort.ops.problem import BLOCK, Problem
+from trainshort.ops.windows import rounding_of_sums
 
 
 @dataclass
@@ -277,8 +278,7 @@ def _skipped(
     if blocks == 0:
         return skip, needs
     height = _query_heights(levels, rows, ahead)
-    # Sums of numbers as large as these heights round to 2^-53 of them, a few times.
-    rounding = 2.0**-48 * (height.abs() + tails.height.abs().amax(-1, keepdim=True))
+    rounding = rounding_of_sums(height.abs() + tails.height.abs().amax(-1, keepdim=True), blocks)
     threshold = budget + height - rounding + rows.near
     unknown = ~torch.isfinite(rows.near) | ~torch.isfinite(threshold)
     threshold = threshold.masked_fill(unknown, math.inf)

@@ -253,6 +253,8 @@ def _at_places(call: Call, config: Config, rows: Tensor) -> Tensor:
     queries, keys, sequences = config.queries, config.keys, call.values["SEQ"]
     start = call.values["start"]
     assert isinstance(start, int)
+    if keys == 0:
+        return rows[:, :, :0]
     if config.packed or (sequences is None and start == 0 and queries == keys):
         return rows
     if sequences is None and start >= 0 and start + queries <= keys:  # each at a place of its own
