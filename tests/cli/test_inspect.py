@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,10 @@ def test_a_public_model_is_evaluated_beside_a_run(
     done = run_cli(capsys, "report", "evaluations/baichuan", "own", "--no-figures")
     assert done.status == 0, done.error
     assert done.out.startswith("report/report.html: 2 runs")
-    page = Path("report/report.html").read_text()
-    assert "2 models: baichuan, L = 64; untrained, L = 32." in page
+    finding = re.search(r'<p class="finding">(.*?)</p>', Path("report/report.html").read_text(), re.DOTALL)
+    assert finding
+    names = re.findall(r"<strong[^>]*>([^<]*)</strong>", finding[1])
+    assert names == ["untrained, L = 32", "baichuan, L = 64"], "both, the better first"
 
 
 def test_texts_that_cannot_be_scored_are_refused(
