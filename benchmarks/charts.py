@@ -1,6 +1,6 @@
 """Draw the charts of the docs from the measured data beside this script.
 
-python benchmarks/charts.py            # writes docs/attention_gpu.svg and docs/demo.svg
+python benchmarks/charts.py            # writes attention_gpu.svg, speed.svg and demo.svg into docs/
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from measured import RESULTS, ROOT, version
+
+from trainshort.report.methods import COLORS, PREFERRED
 
 COLOURS = {128: "#2f81c7", 64: "#d9536a"}
 INK = "#7d8590"  # of middling lightness, like all colours here: the page behind may be light or dark
@@ -94,15 +96,13 @@ def by_kept(axes: Any, data: dict[str, Any]) -> None:
 def by_test_length(axes: Any, records: list[dict[str, Any]]) -> None:
     """Perplexity by test length, each line named at its right end."""
     names = {"alibi": "ALiBi", "rotary": "rotary", "t5": "T5", "sinusoidal": "sinusoidal"}
-    colours = {"alibi": COLOURS[128], "rotary": COLOURS[64], "t5": "#2a9d72", "sinusoidal": "#c98500"}
+    colours = {name: COLORS[PREFERRED[name]] for name in names}  # as in reports
     trained, longest = records[0]["trained_length"], records[0]["lengths"][-1]
     for record in records:
         name, last = record["position"], record["perplexities"][-1]
         width = 2.6 if name == "alibi" else 1.4
         axes.plot(record["lengths"], record["perplexities"], "o-", color=colours[name], linewidth=width, markersize=4)
-        axes.annotate(
-            f"{names[name]} {last:.1f}", (longest, last), (7, -3), textcoords="offset points", color=colours[name]
-        )
+        label_at_end(axes, (longest, last), f"{names[name]} {last:.1f}", colours[name])
     axes.axvspan(trained, longest, color=INK, alpha=0.08, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -113,6 +113,41 @@ def by_test_length(axes: Any, records: list[dict[str, Any]]) -> None:
     axes.minorticks_off()
     axes.set_xlabel(f"test length in tokens; all trained at {trained}")
     axes.set_ylabel("perplexity, lower is better")
+
+
+def label_at_end(axes: Any, place: tuple[float, float], text: str, colour: str) -> None:
+    """The name of a line beside its last point."""
+    axes.annotate(text, place, (7, -3), textcoords="offset points", color=colour)
+
+
+def by_length_in_short(axes: Any, records: list[dict[str, Any]]) -> None:
+    """What a reader of the README needs of `by_length`: one head_dim, each line named at its right end."""
+    contenders = {
+        "FlexAttention": ("FlexAttention", COLOURS[128], 2.6),
+        "cuDNN, no bias": ("cuDNN, no bias", "#c98500", 1.4),
+    }
+    lengths = [record["length"] for record in records]
+    for other, (name, colour, width) in contenders.items():
+        speeds = [ratio(record["ms"], other) for record in records]
+        axes.plot(lengths, speeds, "o-", color=colour, linewidth=width, markersize=4)
+        label_at_end(axes, (lengths[-1], speeds[-1]), f"{speeds[-1]:.0f}× {name}", colour)
+    axes.axhline(1.0, color=INK, linewidth=0.8)
+    speeds_by_doublings(axes)
+    axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 4)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("length in tokens")
+    axes.set_ylabel("times as fast, forward + backward")
+
+
+def speed_in_short(dim: int = 128) -> None:
+    data = json.loads((RESULTS / "attention_gpu.json").read_text())
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    by_length_in_short(axes, [record for record in data["records"] if record["dim"] == dim])
+    axes.spines[["top", "right"]].set_visible(False)
+    about = f"ALiBi attention on {data['about']['machine']}, head_dim {dim}, random inputs"
+    figure.suptitle(f"{about}\n{version('attention_gpu')}", fontsize=9.5)
+    figure.savefig(ROOT / "docs" / "speed.svg", metadata={"Date": None}, transparent=True)
 
 
 def extrapolation() -> None:
@@ -144,6 +179,7 @@ def main() -> None:
     plt.rcParams.update({"svg.hashsalt": "trainshort", "svg.fonttype": "path", "font.size": 10})
     plt.rcParams.update(dict.fromkeys(inks, INK))
     speed()
+    speed_in_short()
     extrapolation()
 
 

@@ -39,7 +39,7 @@ def main(text: str | None, out: str, **settings: Any) -> dict[str, Any]:
         by_length, trained = losses(run), run["length"]
         longest = max(by_length)
         change = by_length[longest] - by_length[trained]
-        verdict = "gains from" if change < 0 else "is hurt by"
+        verdict = "is as good in" if abs(change) < 0.005 else "gains from" if change < 0 else "is hurt by"
         print(
             f"{run['position']}, trained at {trained}, {verdict} windows of {longest:,}: {change:+.3f} nats a token"
         )

@@ -102,6 +102,6 @@ def test_the_commit_in_the_list_is_the_one_measured(changed: ModuleType) -> None
     assert "measured abc1234" in wrong
 
 
-@pytest.mark.parametrize("name", ["attention_gpu", "demo"])
-def test_the_chart_says_of_which_code_it_is(name: str, measured: ModuleType) -> None:
-    assert f"<!-- {measured.version(name)} -->" in (ROOT / "docs" / f"{name}.svg").read_text()
+@pytest.mark.parametrize(("chart", "name"), [("attention_gpu",) * 2, ("speed", "attention_gpu"), ("demo", "demo")])
+def test_the_chart_says_of_which_code_it_is(chart: str, name: str, measured: ModuleType) -> None:
+    assert f"<!-- {measured.version(name)} -->" in (ROOT / "docs" / f"{chart}.svg").read_text()

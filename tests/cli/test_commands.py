@@ -38,6 +38,18 @@ def test_evaluate_prints_a_table_and_writes_records(capsys: Capture, run_folder:
         assert 0 < record["words"] < 960
 
 
+@pytest.mark.parametrize("words", [("evaluate",), ("inspect",), ("generate", "--prompt", "a")])
+def test_a_folder_of_runs_is_no_run_and_one_is_named(capsys: Capture, run_folder: Path, words: tuple[str]) -> None:
+    folder = run_folder.parent
+    outcome = run_cli(capsys, *words, folder)
+    assert outcome.status == 1
+    assert f"a folder with a model in it, not a model: name one of them, such as {run_folder}" in outcome.error
+    shutil.copytree(run_folder, folder / "another")
+    assert f"a folder of 2 models, not a model: name one of them, such as {folder / 'another'}" in (
+        run_cli(capsys, *words, folder).error
+    )
+
+
 def test_evaluate_by_itself_goes_to_sixteen_times_the_length(capsys: Capture, run_folder: Path) -> None:
     assert run_cli(capsys, "evaluate", run_folder).status == 0
     records = json.loads((run_folder / "evaluation.json").read_text())["records"]

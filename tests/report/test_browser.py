@@ -178,6 +178,30 @@ def test_four_curves_and_any_can_be_switched_off(browser: Any, report: Path) -> 
     assert found.messages == []
 
 
+@pytest.mark.parametrize("scale", ["log", "stretched"])
+def test_what_is_switched_off_makes_room_for_the_others(browser: Any, report: Path, scale: str) -> None:
+    found = opened(browser, report)
+    found.page.locator("select[data-chart=extrapolation][data-scale]").select_option(scale)
+    top = "document.getElementById('chart-extrapolation').layout.yaxis.range[1]"
+    across = "document.getElementById('chart-extrapolation').layout.xaxis.range"
+    found.page.wait_for_function("document.getElementById('chart-extrapolation').data.length")
+    before, lengths = found.page.evaluate(top), found.page.evaluate(across)
+    found.page.get_by_label("Sinusoidal", exact=True).uncheck()
+    found.page.wait_for_function(f"{top} < {before} - 0.1")  # 24 was the highest, 12 is
+    for name in ("Rotary", "T5 bias", "ALiBi"):
+        found.page.get_by_label(name, exact=True).uncheck()
+    found.page.wait_for_function("!document.querySelector('#chart-extrapolation .trace.scatter')")
+    assert found.page.evaluate(across) == lengths
+    assert found.messages == []
+
+
+def test_every_view_can_be_chosen_on_a_phone(browser: Any, report: Path) -> None:
+    found = opened(browser, report, "narrow")
+    outside = "each => each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1"
+    assert found.page.locator(".choice label").count() > 3
+    assert not found.page.evaluate(f"[...document.querySelectorAll('.choice, .choice label')].some({outside})")
+
+
 def test_axes_scales_and_views_change(browser: Any, report: Path) -> None:
     found = opened(browser, report)
     chart = "document.getElementById('chart-extrapolation')"

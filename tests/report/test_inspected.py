@@ -95,4 +95,12 @@ def test_without_a_penalty_everything_is_seen(tmp_path: Path) -> None:
     values = found(penalty=False, bound=None, slopes=None, position="rotary")
     assert "no key can be proved not to matter" in summary(values)[0]
     assert bound_sentence(values).startswith("Nothing is skipped")
-    assert "With rotary positions" in build_inspection(values, tmp_path, figures=False).read_text()
+    page = build_inspection(values, tmp_path, figures=False)
+    assert "With rotary positions" in page.read_text()
+    heads, *others = Page(page).data["charts"]
+    assert [chart["name"] for chart in others] == ["distance", "positions"], "no chart in which everything is 100%"
+    assert heads["views"][0]["traces"][0]["z"] == values["heads"]["needed"]
+    assert "What leaving keys out can cost" not in page.read_text()
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
+        "heads.csv", "looks.csv", "distance.csv", "positions.csv"
+    }  # fmt: skip

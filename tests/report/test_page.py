@@ -26,6 +26,13 @@ def built(tmp_path: Path) -> Page:
     return Page(build_report([tmp_path / "runs"], tmp_path / "report", figures=False).page)
 
 
+def test_one_run_says_how_it_was_trained(tmp_path: Path) -> None:
+    make_run(tmp_path / "alibi", steps=10)
+    text = build_report([tmp_path / "alibi"], tmp_path / "out", figures=False).page.read_text()
+    assert "This run: trained at 64, steps 10, tokens 1,280, lr 0.00" in text
+    assert "The same for all" not in text
+
+
 def test_every_chart_is_there_with_a_sentence(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs", sliding=True)
     page = built(tmp_path)

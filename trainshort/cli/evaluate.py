@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.cli.errors import UsageError
+from trainshort.cli.folders import check_one_model
 from trainshort.cli.settings import options_from
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.about import place_for, with_options
@@ -114,6 +115,7 @@ def run(flags: Flags) -> None:
 
     if flags.text is not None and flags.split != "validation":
         raise ValueError("split is for prepared data (--data): a text is scored whole")
+    check_one_model(flags.run)
     opened = open_run(flags.run, flags.data, flags.text)  # what is wrong with a run shows before torch is there
     place = place_for(opened.folder, opened.config, flags.out, flags.position_options)
     measure = _perplexity if flags.task == "perplexity" else _recall

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshort.cli.errors import INTERRUPTED
+from trainshort.cli.folders import check_one_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,6 +139,7 @@ def run(flags: Flags) -> int:
 
     dtype = None if flags.dtype is None else getattr(torch, flags.dtype)
     device = device_for(flags.device)
+    check_one_model(flags.folder)
     if not Path(flags.folder, "config.json").exists():
         load(flags.folder)  # says what is wrong
     tokenizer = load_tokenizer(f"{flags.folder}/tokenizer.json")  # before the weights, which may be many

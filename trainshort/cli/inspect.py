@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from trainshort.cli.folders import check_one_model
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.inspect_config import InspectConfig
 
@@ -53,6 +54,7 @@ def run(flags: Flags) -> None:
     from trainshort.evaluation.inspect_config import NAME
     from trainshort.evaluation.inspected import inspect_folder
 
+    check_one_model(flags.folder)
     out = Path(FOLDER) / Path(flags.folder).resolve().name if flags.out is None else Path(flags.out)
     check_place(out, NAME)
     config = InspectConfig(**{each.name: getattr(flags, each.name) for each in fields(InspectConfig)})

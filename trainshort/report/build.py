@@ -210,8 +210,14 @@ def runs_table(methods: Sequence[Method]) -> Table:
             tokens = steps * batch if steps is not None and batch is not None else None
             head = (run.name, method.label, run.length, run.seed, steps, tokens, number(run.train.get("lr")))
             machine = (_text(environment.get("device")), whole(environment.get("threads")))
-            rows.append((*head, *shape, number(run.state.get("seconds")), *machine, *versions, run.folder))
+            rows.append((*head, *shape, _seconds(run), *machine, *versions, run.folder))
     return Table(columns, tuple(rows))
+
+
+def _seconds(run: Run) -> float | int | None:
+    """Of the training; whole ones where parts of a second say nothing."""
+    seconds = number(run.state.get("seconds"))
+    return seconds if seconds is None or seconds < 10 else round(seconds)
 
 
 def _text(value: object) -> str | None:
@@ -227,7 +233,11 @@ def _machine(runs: Sequence[Run]) -> str:
     if len(found) != 1:
         return ", on different machines or settings" if found else ""
     device, dtype, threads = next(iter(found))
-    return f", on {device} in {dtype}" + (f" with {threads} threads" if device == "cpu" else "")
+    return f", on {device} in {dtype}" + (f" with {_counted(threads, 'thread')}" if device == "cpu" else "")
+
+
+def _counted(count: str, what: str) -> str:
+    return f"{count} {what}" if count == "1" else f"{count} {what}s"
 
 
 def _warnings(runs: Sequence[Run], methods: Sequence[Method], tests: Sequence[Tested], complete: bool) -> list[str]:

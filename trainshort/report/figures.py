@@ -14,8 +14,16 @@ MARKERS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X", "star": "*",
     "hexagon": "h",
 }  # fmt: skip
-# Of the chart of an inspection.
-HEAD_FIGURES = ("can_see", "reach", "farthest", "needed", "most_needed", "mattered", "visited")
+# Of the heat maps of an inspection, by what the page calls them.
+HEAD_FIGURES = {
+    "share of keys that it can see": "can_see",
+    "how far it can see in tokens, mean": "reach",
+    "how far it can see in tokens, farthest query": "farthest",
+    "99% of attention within, tokens, mean": "needed",
+    "99% of attention within, tokens, farthest query": "most_needed",
+    "share of the keys it can see that mattered": "mattered",
+    "share of keys that attention visits": "visited",
+}
 MOST_INSIDE = 5  # entries of a legend; larger ones stand above the axes
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 STYLE: dict[Any, Any] = {
@@ -55,7 +63,7 @@ def _chosen(chart: Chart) -> list[tuple[str, View]]:
             kinds.setdefault(view.name.split(",")[0].split(" ")[0], view)
         return [("kept" if kind == "share" else f"kept_{kind}", view) for kind, view in kinds.items()]
     if chart.name == "heads":
-        return [(f"heads_{name}", view) for name, view in zip(HEAD_FIGURES, chart.views, strict=True)]
+        return [(f"heads_{HEAD_FIGURES[view.name]}", view) for view in chart.views]
     if chart.name in ("loss_by_position", "bias", "visited", "distance", "positions"):
         return [(chart.name, chart.views[0])]
     found = [(suffixes.get(view.name, ""), view) for view in chart.views]

@@ -30,7 +30,7 @@ SHARES = {
     "tickvals": [10.0**-power for power in range(7)],
     "ticktext": ["100%", "10%", "1%", "0.1%", "0.01%", "0.001%", "0.0001%"],
 }
-FIGURES = (*(f"heads_{name}" for name in HEAD_FIGURES), "visited", "distance", "positions")
+FIGURES = (*(f"heads_{name}" for name in HEAD_FIGURES.values()), "visited", "distance", "positions")
 MANY = 8  # heads in one chart of lines
 DASHES = ("solid", "dash", "dot", "dashdot")
 Values = Mapping[str, Any]
@@ -45,14 +45,19 @@ HEADS = (
     ("mattered", "share of the keys it can see that mattered", ":.1%"),
     ("visited", "share of keys that attention visits", ":.1%"),
 )
+WINDOWS = ("visited", "can_see", "mean_reach", "farthest_reach", "largest_skipped", "bound")  # columns about them
+WITHOUT_WINDOWS = ("needed", "most_needed", "mattered")  # what is to be seen where nothing can be skipped
 
 
 def build_inspection(found: Values, out: str | Path, *, figures: bool = True, dots: int = 200) -> Path:
     """Write the page, with figures and tables beside it, into the folder `out`; returns the path of the page."""
     plotly = plotly_js(figures)
-    drawn = [by_head(found), by_length(found), by_distance(found), by_position(found)]
-    tables = {chart.id: chart.table for chart in drawn if chart.table is not None}
-    tables |= {"layers": layers_table(found), "looks": looks_table(found)}
+    drawn = [by_head(found), by_distance(found), by_position(found)]
+    tables = {"looks": looks_table(found)}
+    if found["penalty"]:
+        drawn.insert(1, by_length(found))
+        tables["layers"] = layers_table(found)
+    tables |= {chart.id: chart.table for chart in drawn if chart.table is not None}
     files = {f"tables/{name}.csv": table.csv.encode() for name, table in tables.items()}
     if figures:
         for chart in drawn:
@@ -77,7 +82,8 @@ def summary(found: Values) -> list[str]:
         f"At {length:,} tokens {1 - seen:.1%} of the keys in sight are proved not to matter, over all layers and "
         f"heads; attention, which works in whole blocks, visits {visited:.1%}."
         if found["penalty"]
-        else f"With {found['position']} positions no key can be proved not to matter: attention visits all in sight.",
+        else f"With {found['position']} positions no key can be proved not to matter, because attention does not "
+        "fade with distance in a way that could be proved: it visits all in sight.",
         f"{found['share']:.0%} of a query's attention lies, on average over the text, within {needed[0]:,.0f} tokens "
         f"in the nearest-sighted head, {statistics.median(needed):,.0f} in the median head and {most:,.0f} in the "
         f"farthest-sighted, head {head + 1} of layer {layer + 1}.",
@@ -170,10 +176,19 @@ def looks_table(found: Values) -> Table:
 def by_head(found: Values) -> Chart:
     views = []
     for name, title, unit in HEADS:
+        if not found["penalty"] and name not in WITHOUT_WINDOWS:
+            continue
         values = found["heads"][name]
         skips = name in ("seen", "visited")  # the smaller, the more is left out
         views.append(View(title, [heat(values, unit == ":.1%", unit, reverse=skips)], grid_layout(values)))
     table = heads_table(found)
+    if not found["penalty"]:
+        caption = (
+            "By layer and head: the distance within which 99% of a query's attention really lies, on average over "
+            "the text and for the query that looks farthest, and which share of the keys could not have been left "
+            "out without losing more than the tolerance."
+        )
+        return Chart("heads", "What each head needs", "Heads", caption, views, table, listed=table.without(*WINDOWS))
     return Chart(
         "heads",
         "What each head can see, and what it needs",
@@ -285,8 +300,8 @@ def by_position(found: Values) -> Chart:
         "positions",
         "Where in the text far tokens matter",
         "Places",
-        "By layer and position of the query, the distance within which 99% of its attention lies: bright places rely "
-        "on tokens that are far away.",
+        "By layer and position of the query, the distance within which 99% of its attention lies: where the "
+        "colour is strong, it relies on tokens that are far away.",
         views,
         Table(("layer", "head", "first_position", "last_position", "needed_mean"), tuple(rows)),
     )
@@ -294,9 +309,9 @@ def by_position(found: Values) -> Chart:
 
 def _lead(found: Values) -> Lead:
     """What was found, in sentences, the first of them large."""
-    first, *others = [*summary(found), bound_sentence(found)]
+    first, *others = [*summary(found), *([bound_sentence(found)] if found["penalty"] else [])]
     said = f'<p class="finding">{escaped(first)}</p>' + "".join(f"<p>{escaped(each)}</p>" for each in others)
-    return Lead(f"What {found['about']['name']} sees", said, _facts(found), _notes(found))
+    return Lead(f"What {found['about']['name']} sees", said, _facts(found))
 
 
 def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
@@ -306,6 +321,11 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
         "The heads that need far tokens most, on average, and for each the query that looks farthest: 99% of its "
         f"attention reaches {back}to the key that is shown. Positions count tokens from 0."
     )
+    sections.append(
+        Section("looks", "The farthest looks", "Looks", looks + download_html("looks", "Download as CSV"))
+    )
+    if not found["penalty"]:
+        return sections
     bound = table_html(layers_table(found).without(), "The bound of each layer") + quiet(
         "The proof holds for whatever stands outside of the windows: other values no farther apart than the layer's "
         "own, or keys turned about their centre without getting longer, move the output by no more than the bound. "
@@ -313,13 +333,8 @@ def _sections(found: Values, drawn: Sequence[Chart]) -> list[Section]:
         "diameter of the values, from above; the bound, which is the tolerance times that; and the mean norm of what "
         "a head gives, for scale, with the bound as a share of it. Rounding in the model's own dtype comes on top."
     )
-    return [
-        *sections,
-        Section("looks", "The farthest looks", "Looks", looks + download_html("looks", "Download as CSV")),
-        Section(
-            "bound", "What leaving keys out can cost", "Bound", bound + download_html("layers", "Download as CSV")
-        ),
-    ]
+    bound += download_html("layers", "Download as CSV")
+    return [*sections, Section("bound", "What leaving keys out can cost", "Bound", bound)]
 
 
 def _facts(found: Values) -> list[tuple[str, str]]:
@@ -333,17 +348,6 @@ def _facts(found: Values) -> list[tuple[str, str]]:
         ("Computed", f"in {found['dtype']} on {found['device']}"),
         ("Made", f"by trainshort {found['trainshort']}"),
     ]
-
-
-def _notes(found: Values) -> str:
-    """What a reader has to know before anything else."""
-    if found["penalty"]:
-        return ""
-    text = (
-        f"With {found['position']} positions, under which attention does not fade with distance in a way that could "
-        "be proved, no key can be left out: windows hold everything. What mattered is measured all the same."
-    )
-    return f'<div class="problems" role="note">{escaped(text)}</div>'
 
 
 def _places(found: Values) -> list[tuple[int, int]]:

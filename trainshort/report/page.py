@@ -197,9 +197,9 @@ def _runs(content: Content) -> str:
     """What differs between runs as a table, what they share as a sentence, then their configs and what is missing."""
     table, same = content.about_runs.split_common("run", "method", "seed")
     inner = table_html(table.without("folder"), "Runs")
-    if len(content.runs) > 1 and same:
-        shared = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in same.items())
-        inner += quiet(f"The same for all: {shared}.")
+    shared = [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in same.items() if name != "folder"]
+    if shared:
+        inner += quiet(f"{'The same for all' if len(content.runs) > 1 else 'This run'}: {', '.join(shared)}.")
     inner += download_html("runs", "Download as CSV")
     if content.with_configs:
         inner += "<h3>Configs</h3>" + "".join(config_html(run, _files(run)) for run in content.runs)

@@ -23,7 +23,8 @@
   };
   const acrossOf = (chart) => state.get(chart.name).across || current(chart).layout.xaxis.type || "linear";
   const isHeat = (view) => view.traces[0].type === "heatmap";
-  const numbers = (view, which) => view.traces.flatMap((trace) => trace[which]).filter((each) => typeof each === "number");
+  const numbers = (traces, which) => traces.flatMap((trace) => trace[which]).filter((each) => typeof each === "number");
+  const isShown = (trace) => !hidden.has(trace.legendgroup);
   const plain = (text) => new DOMParser().parseFromString(text, "text/html").body.textContent;
 
   // Text in a line's colour, mixed with that of the page until it can be read on its ground.
@@ -46,7 +47,7 @@
     const found = new Map();
     canvas.font = (narrow.matches ? "12px" : "600 13px") + " system-ui, sans-serif";
     for (const trace of view.traces) {
-      if (!trace.meta || !trace.meta.end || hidden.has(trace.legendgroup)) continue;
+      if (!trace.meta || !trace.meta.end || !isShown(trace)) continue;
       const value = narrow.matches || !trace.meta.value ? "" : " " + trace.meta.value;
       const name = shortened(plain(trace.meta.end), 0.28 * width - canvas.measureText(value).width);
       found.set(trace, { text: name + value, width: canvas.measureText(name + value).width });
@@ -124,8 +125,11 @@
     return { shapes, notes };
   }
 
+  // Across, all lengths stay; upward, lines that are switched off make room for the others.
   function rangeOf(view, which, kind) {
-    const known = numbers(view, which).filter((each) => kind !== "log" || each > 0);
+    const drawable = (traces) => numbers(traces, which).filter((each) => kind !== "log" || each > 0);
+    const shown = which === "y" ? drawable(view.traces.filter(isShown)) : [];
+    const known = shown.length ? shown : drawable(view.traces);
     const [low, high] = [Math.min(...known), Math.max(...known)].map((each) => kind === "log" ? Math.log10(each) : each);
     const room = 0.035 * (high - low || 1);
     return [low - room, high + room];
@@ -161,7 +165,7 @@
         if (y.tickmode !== "array") Object.assign(y, { range: rangeOf(view, "y", "log") }, logTicks(...rangeOf(view, "y", "log")));
       }
       if (scale === "stretched") {
-        const top = height(view.stretch)(Math.max(...numbers(view, "y")));
+        const top = Math.max(1, ...numbers(view.traces.filter(isShown), "y").map(height(view.stretch)));
         y.range = [-0.04 * top, 1.05 * top];
         Object.assign(y, { tickmode: "array", tickvals: view.stretch.ticks.map(height(view.stretch)) });
         y.ticktext = view.stretch.ticks.map((each) => each.toLocaleString("en"));
@@ -175,6 +179,8 @@
     }
     const rows = view.traces.filter((trace) => trace.showlegend !== false && !trace.meta).length;
     const room = Math.max(0, ...[...ends.values()].map((end) => end.width));
+    const showlegend = !ends.size && rows > 1;
+    const tall = narrow.matches ? 360 + (showlegend ? 20 * rows : 0) : 430; // on a phone a legend has a row a line
     if (x.tickmode === "array" && x.range) fewer(x, element(chart.name).clientWidth - room - 80);
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", separators: ".,",
@@ -183,9 +189,9 @@
       hovermode: isHeat(view) ? "closest" : "x unified", hoversort: "value ascending", hoverdistance: 60,
       hoverlabel: { namelength: -1, bgcolor: color("--ground"), bordercolor: color("--line"), font: { color: color("--text"), size: 13 } },
       dragmode: coarse.matches ? false : "zoom", // a finger scrolls the page
-      showlegend: !ends.size && rows > 1,
+      showlegend,
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.06, yanchor: "bottom" },
-      ...layout, height: layout.height || (narrow.matches ? 360 : 430), xaxis: x, yaxis: y, shapes: marks.shapes,
+      ...layout, height: layout.height || tall, xaxis: x, yaxis: y, shapes: marks.shapes,
       annotations: marks.notes,
     };
   }
@@ -209,11 +215,12 @@
   function tracesOf(chart) {
     const view = current(chart), scale = scaleOf(chart);
     return view.traces.map((trace) => {
-      const drawn = { ...trace, visible: hidden.has(trace.legendgroup) ? "legendonly" : true };
+      const drawn = { ...trace, visible: isShown(trace) ? true : "legendonly" };
       if (trace.type === "heatmap") {
         const ends = [color("--skip-none"), color("--skip-all")];
         const [low, high] = trace.reversescale ? ends.reverse() : ends;
-        Object.assign(drawn, { reversescale: false, colorscale: [[0, low], [1, high]] });
+        const gap = Math.min(trace.xgap, Math.floor(element(chart.name).clientWidth / trace.x.length / 10)); // many columns touch
+        Object.assign(drawn, { reversescale: false, colorscale: [[0, low], [1, high]], xgap: gap });
         if (trace.texttemplate && narrow.matches) {
           Object.assign(drawn, trace.x.length > 8 ? { texttemplate: "" } : { textfont: { size: 9 } });
         }
@@ -252,7 +259,7 @@
   function step(chart, by) {
     const target = element(chart.name), view = current(chart), now = state.get(chart.name);
     if (isHeat(view)) return stepHeat(target, view, now, by);
-    const shown = view.traces.filter((trace) => !hidden.has(trace.legendgroup) && trace.hoverinfo !== "skip");
+    const shown = view.traces.filter((trace) => isShown(trace) && trace.hoverinfo !== "skip");
     if (!shown.length) return;
     const places = [...new Set(shown.flatMap((trace) => trace.x))].filter((each) => each !== null).sort((a, b) => a - b);
     now.place = within(now.place + by[0], places.length);
