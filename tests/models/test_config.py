@@ -329,3 +329,11 @@ def test_the_kind_of_model_must_fit() -> None:
         ts.LanguageModel(ts.ModelConfig(causal=False))
     with pytest.raises(ValueError, match="causal=False"):
         ts.Encoder(ts.ModelConfig())
+
+
+@pytest.mark.parametrize("kind", [ts.LanguageModel, ts.Encoder])
+def test_what_is_no_config_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"config must be a ModelConfig, got dict: pass ModelConfig\(\*\*fields\)"):
+        kind({"d_model": 64})
+    with pytest.raises(TypeError, match=r"got str: pass ModelConfig\(\.\.\.\)"):
+        kind("small-124m")

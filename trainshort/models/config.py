@@ -204,3 +204,10 @@ class ModelConfig(Settings):
             causal=self.causal,
             max_length=self.max_length,
         )
+
+
+def require_config(config: object) -> None:
+    """Refuse what is no ModelConfig, such as a dict of its fields."""
+    if not isinstance(config, ModelConfig):
+        hint = "ModelConfig(**fields)" if isinstance(config, dict) else "ModelConfig(...)"
+        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}: pass {hint}")

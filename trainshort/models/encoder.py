@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainshort.models.config import ModelConfig
+from trainshort.models.config import ModelConfig, require_config
 from trainshort.models.language_model import initialize
 from trainshort.models.layers import Trunk, make_norm, require_tokens
 from trainshort.models.linear import ACTIVATIONS
@@ -28,6 +28,7 @@ class Encoder(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        require_config(config)
         if config.causal:
             raise ValueError("Encoder sees both sides: its config needs causal=False")
         self.config = config

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainshort.models.bounded import BoundedCache
 from trainshort.models.cache import KeyValueCache
-from trainshort.models.config import ModelConfig
+from trainshort.models.config import ModelConfig, require_config
 from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
 from trainshort.models.prompts import Prompts, check_texts
@@ -32,6 +32,7 @@ class LanguageModel(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        require_config(config)
         if not config.causal:
             raise ValueError("LanguageModel needs causal=True; for attention to both sides use Encoder")
         self.config = config

@@ -287,7 +287,7 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
     """Refuse a key_padding_mask that does not go with these tokens."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"key_padding_mask must be a bool tensor, True for real tokens; got {came}")
+        raise TypeError(f"key_padding_mask must be a bool tensor, True for real tokens (mask.bool()); got {came}")
     if mask.shape != tokens.shape:
         raise ValueError(f"key_padding_mask must be {list(tokens.shape)} like tokens, got {list(mask.shape)}")
 

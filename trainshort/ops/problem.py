@@ -351,7 +351,7 @@ def _check_padding_shape(problem: Problem, batch: int, keys: int) -> None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"key_padding_mask must be a bool tensor, True where a key is real; got {came}")
+        raise TypeError(f"key_padding_mask must be a bool tensor, True where a key is real (mask.bool()); got {came}")
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] != keys:
         raise ValueError(f"key_padding_mask must be [{batch}, {keys}] for this k, got {_shape(mask)}")
     if mask.device != problem.q.device:
