@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainshort.evaluation.runs import OpenedRun
 
 # Flags that mean something for one task only.
-PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "context_parallel")
+PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "attention", "context_parallel")
 RECALL_ALONE = ("depths", "trials", "choices", "seed")
 
 NEEDS = ("rich",)
