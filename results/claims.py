@@ -172,14 +172,13 @@ def early_token_curse(found: Found) -> list[Check]:
 
 
 def peak_near_twice(found: Found) -> list[Check]:
-    def check(trained: int) -> list[Check]:
-        small = found.sliding("alibi", trained, small=True)
-        if len(small) < 3:
-            return [Check(None, f"L = {trained:,}: –")]
-        best = min(small, key=lambda length: small[length])
-        return [Check(trained < best <= 3 * trained, f"L = {trained:,}: best at {best:,}")]
-
-    return _each_trained(found, check)
+    small = {} if found.short is None else found.sliding("alibi", found.short, small=True)
+    if found.short is None or len(small) < 3:
+        return []
+    best = min(small, key=lambda length: small[length])
+    return [
+        Check(found.short < best <= 3 * found.short, f"L = {found.short:,}: best at {best:,} of up to {max(small):,}")
+    ]
 
 
 def never(found: Found) -> list[Check]:

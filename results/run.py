@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -138,6 +139,20 @@ class _Running:
     began: float
 
 
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask first: a run that is being trained saves itself, which a machine that is kept has something of."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class _Runner:
     def __init__(self, wanted: Sequence[Unit], options: argparse.Namespace) -> None:
         self.options, self.results = options, Path(options.results)
@@ -154,6 +169,7 @@ class _Runner:
 
     def run(self) -> int:
         print(f"{len(self.waiting)} units to do", flush=True)
+        before = signal.signal(signal.SIGTERM, _stop)  # so that nobody's units go on without them
         try:
             while self.running or self._next() is not None:
                 self._start_what_fits()
@@ -163,9 +179,9 @@ class _Runner:
                     break
                 time.sleep(0.1)
         finally:
+            signal.signal(signal.SIGTERM, before)
             for each in self.running:
-                each.process.terminate()
-                each.process.wait()
+                _end(each.process)
                 print(f"{each.unit.name}: stopped, and lost", flush=True)
         left = len(self.waiting) + len(self.running)
         print(f"{self.elapsed:.0f} s: {left} units are left, {len(self.failed)} failed {self.failed}", flush=True)

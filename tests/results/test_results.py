@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +177,16 @@ def test_a_unit_that_is_cut_off_or_breaks_costs_no_other(
     said = capsys.readouterr().out
     assert "a/slow: stopped, and lost" in said
     assert "it broke" in said
+
+
+def test_nothing_goes_on_without_a_runner_that_was_stopped(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(modules, tmp_path, monkeypatch)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        runner.run(runner.unit("a/slow"))
+    assert "a/slow: stopped, and lost" in capsys.readouterr().out
 
 
 def test_there_is_a_page_where_there_are_results_and_it_says_what_they_say(modules: Modules) -> None:
