@@ -168,6 +168,19 @@ def test_commands_that_need_no_extra_work(base: None, capsys: Capture, tmp_path:
         assert run_cli(capsys, name, "--help").status == 0
 
 
+def test_measuring_needs_no_package_for_tables_and_pages(base: None, capsys: Capture, tmp_path: Path) -> None:
+    """As on a machine that computes, from which files are taken elsewhere to be shown."""
+    folder, text = model(tmp_path / "model", tokenizer=True), tmp_path / "book.txt"
+    text.write_text("Once upon a time. " * 100)
+    words: list[object] = ["evaluate", folder, "--text", text, "--lengths", 64, "--device", "cpu", "--no-table"]
+    assert "evaluation.json holds" in run_cli(capsys, *words).out
+    assert "recall.json holds" in run_cli(capsys, *words, "--task", "recall", "--trials", 2).out
+    out = tmp_path / "seen"
+    shown = run_cli(capsys, "inspect", folder, "--text", text, "--tokens", 64, "--no-page", "--out", out)
+    assert shown.out == f"{out / 'inspection.json'} holds what was found\n"
+    assert [path.name for path in out.iterdir()] == ["inspection.json"]
+
+
 def test_a_terminal_without_rich_gets_lines(base: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert not can_draw_bars()

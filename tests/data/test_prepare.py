@@ -379,3 +379,39 @@ def test_links_that_were_left_out_are_said(tmp_path: Path, capsys: pytest.Captur
     run(PrepareConfig(sources=(str(tmp_path / "texts"),), out=str(tmp_path / "data")))
     assert "left out: links that lead out of their folder: 1" in capsys.readouterr().out
     assert b"secret" not in bytes(TokenData(tmp_path / "data").tokens.astype("u1"))
+
+
+@pytest.mark.parametrize("options", [{}, {"vocab": 280, "workers": 1}, {"vocab": 280, "workers": 2}], ids=str)
+@pytest.mark.parametrize("named", [True, False])
+def test_training_tokens_are_as_many_as_asked_for(
+    rows: Path, tmp_path: Path, options: dict[str, Any], named: bool
+) -> None:
+    """The first ones, and the last document ends where it is cut. Validation is as it would be without a limit."""
+    if named:
+        write_rows(tmp_path / "valid.jsonl", ["Another text altogether. " * 9])
+        options = options | {"validation": (str(tmp_path / "valid.jsonl"),)}
+    whole = prepared(rows, tmp_path / "whole", **options)
+    data = prepared(rows, tmp_path / "data", train_tokens=1000, **options)
+    assert len(data.train) == 1000
+    assert data.train[:-1].tolist() == whole.train[:999].tolist()
+    assert int(data.train[-1]) == data.end_id
+    assert data.validation.tolist() == whole.validation.tolist()
+    assert_counts(data)
+
+
+def test_a_limit_that_is_never_reached_changes_nothing(rows: Path, tmp_path: Path) -> None:
+    whole, data = prepared(rows, tmp_path / "whole"), prepared(rows, tmp_path / "data", train_tokens=10**9)
+    assert data.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_no_more_is_read_than_a_limit_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file is damaged, which nobody sees who has enough of the first."""
+    write_rows(tmp_path / "a.jsonl", TEXTS)
+    write_rows(tmp_path / "valid.jsonl", TEXTS[:3])
+    (tmp_path / "b.jsonl").write_text("not json\n")
+    monkeypatch.setattr(prepare_module, "BATCH_TEXT", 1000)
+    sources = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    config = PrepareConfig(
+        sources=sources, validation=(str(tmp_path / "valid.jsonl"),), train_tokens=500, out=str(tmp_path / "data")
+    )
+    assert len(TokenData(prepare(config, progress=False)).train) == 500

@@ -18,6 +18,7 @@ import trainshort as ts
 from tests.evaluation.models import model, text
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.evaluate import evaluate
+from trainshort.evaluation.records import key_of
 
 TOKENS = text(300)
 METHODS = ("alibi", "sinusoidal", "rotary", "t5", "none")
@@ -83,6 +84,22 @@ def test_sliding_by_the_whole_length_is_nonoverlapping(length: int, tokens: int,
     (other,) = evaluate(network, TOKENS, EvaluateConfig(**shared, mode="sliding", stride=length))
     assert one["nll_sum"] == other["nll_sum"]
     assert one["loss_by_position"] == other["loss_by_position"]
+
+
+@pytest.mark.parametrize("position", METHODS)
+def test_dense_attention_gives_the_same_losses(position: str) -> None:
+    """Of windows longer than a chunk too, which are not cut; and the model computes as before afterwards."""
+    network, tokens = model(position), text(700)
+    shared: dict[str, Any] = {"lengths": (100, 300), "chunk": 128}
+    usual = evaluate(network, tokens, EvaluateConfig(**shared))
+    dense = evaluate(network, tokens, EvaluateConfig(**shared, attention="dense"))
+    for one, other in zip(usual, dense, strict=True):
+        assert one["nll_sum"] == pytest.approx(other["nll_sum"], rel=1e-5)
+        assert "attention" not in one
+        assert other["attention"] == "dense"
+        assert "kept" not in other
+        assert key_of(one) != key_of(other)
+    assert not network.trunk.dense
 
 
 def test_all_lengths_and_modes_score_the_same_tokens() -> None:

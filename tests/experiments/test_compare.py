@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from trainshort.cli.main import main
+from trainshort.cli.shown import comparison_tables
 from trainshort.data import PrepareConfig, TokenData
 from trainshort.data.prepare import prepare
 from trainshort.evaluation.evaluate import evaluate
 from trainshort.experiments import compare as compare_module
 from trainshort.experiments.compare import Watcher, compare
 from trainshort.experiments.config import CompareConfig
+from trainshort.experiments.watching import QUIET
+from trainshort.report.build import build_report
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,21 @@ def test_every_run_has_its_folder_and_its_records(data: Path, tmp_path: Path) ->
         for record in run["records"]
     }
     assert spans == {(1, 257)}
+
+
+def test_methods_with_options_stand_beside_those_without(data: Path, tmp_path: Path) -> None:
+    """In the table, in the report and in a comparison that is extended; options that are none are refused first."""
+    compare(small(data, tmp_path, positions=("alibi",)), QUIET)
+    result = compare(small(data, tmp_path, positions=("alibi", "alibi:biased_heads=1")), QUIET)
+    plain, flat = result["runs"]
+    assert (plain["position"], flat["position"]) == ("alibi", "alibi-biased_heads=1")
+    assert flat["config"]["position_options"] == {"biased_heads": 1}
+    (table,) = comparison_tables(result)
+    assert list(table.columns[0].cells) == ["alibi", "alibi-biased_heads=1"]
+    report = build_report([tmp_path], tmp_path / "report", figures=False)
+    assert "alibi-biased_heads=1 " in (report.finding or "")
+    with pytest.raises(ValueError, match="no option 'biased_head'"):
+        compare(small(data, tmp_path, positions=("alibi:biased_head=1",)), QUIET)
 
 
 def test_all_training_lengths_are_tested_on_the_same_tokens(data: Path, tmp_path: Path) -> None:

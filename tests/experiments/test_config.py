@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,37 @@ def test_demo_tests_at_many_times_the_length() -> None:
     assert config.test_tokens is not None
     assert config.test_tokens % (256 * config.length[0]) == 0  # whole windows of every length
     assert not config.lrs
+
+
+def test_methods_with_options_are_contenders_of_their_own() -> None:
+    positions = ("alibi", "alibi:biased_heads=6", "fox:gate_bias=5,rotary=true", "rotary:scaling=ntk,factor=4")
+    config = CompareConfig(positions=positions, lrs=("alibi:biased_heads=6=0.002",))
+    found = [config.training("data", *run) for run in config.runs()]
+    assert [each.position for each in found] == ["alibi", "alibi", "fox", "rotary"]
+    assert [each.position_options for each in found] == [
+        {},
+        {"biased_heads": 6},
+        {"gate_bias": 5, "rotary": True},
+        {"scaling": "ntk", "factor": 4},
+    ]
+    assert [each.lr for each in found] == [config.lr, 0.002, config.lr, config.lr]
+    assert [each.name for each in found] == [
+        None,
+        "alibi-biased_heads=6",
+        "fox-gate_bias=5-rotary=true",
+        "rotary-scaling=ntk-factor=4",
+    ]
+    assert [Path(each.out).name for each in found][:2] == ["alibi-128-seed0", "alibi-biased_heads=6-128-seed0"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("alibi:", "must look like alibi:biased_heads=6"),
+        ("alibi:biased_heads", "must look like alibi:biased_heads=6"),
+        ("alibi:slopes=a/b", "only letters, digits and plain signs"),
+    ],
+)
+def test_options_that_are_none(entry: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompareConfig(positions=("alibi", entry))

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.made import LENGTHS, PERPLEXITIES, TOKENS, change, make_run, make_runs, record, skipped, write
+from tests.report.made import (
+    LENGTHS,
+    PERPLEXITIES,
+    TOKENS,
+    WEIGHTS,
+    change,
+    make_run,
+    make_runs,
+    record,
+    skipped,
+    write,
+)
 from tests.report.parsed import Page
 from trainshort.ops import alibi_slopes
 from trainshort.report.build import build_report, content_of
@@ -292,3 +303,37 @@ def test_any_figures_can_be_drawn(tmp_path: Path, values: tuple[float, ...]) -> 
     assert report.finding is not None
     for view in Page(report.page).chart("extrapolation")["views"]:
         assert all("%{x}" not in trace.get("hovertemplate", "") for trace in view["traces"])
+
+
+def test_runs_are_called_by_the_name_that_they_were_given(tmp_path: Path) -> None:
+    """And keep apart in colour from the method alone, which is the one that stands out."""
+    make_run(tmp_path / "a", "alibi")
+    flat = {"position_options": {"biased_heads": 1}}
+    make_run(tmp_path / "b", "alibi", name="ALiBi, one head free", seed=0, **flat)
+    make_run(tmp_path / "c", "alibi", name="ALiBi, one head free", seed=1, **flat)
+    plain, named = methods_of(read_runs([tmp_path / each for each in "abc"]).runs)
+    assert (plain.label, named.label) == ("ALiBi", "ALiBi, one head free")
+    assert named.seeds == [0, 1]
+    assert plain.color != named.color
+    assert (plain.strong, named.strong) == (True, False)
+
+
+def test_runs_from_before_a_field_are_of_the_same_method(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "alibi", seed=0)
+    make_run(tmp_path / "b", "alibi", seed=1, attention="auto", extended_at=[])
+    make_run(tmp_path / "c", "alibi", seed=2, attention="dense")
+    methods = methods_of(read_runs([tmp_path / each for each in "abc"]).runs)
+    assert [method.seeds for method in methods] == [[0, 1], [2]]
+
+
+def test_figures_of_dense_attention_stand_apart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    dense = [record(64, 5.0) | {"attention": "dense", "tokens_per_second": 1.0}]
+    records = [record(64, 5.0), *dense]
+    write(folder / "evaluation.json", {"version": 1, "model": WEIGHTS[:16], "records": records})
+    found = read_runs([folder]).runs
+    protocols = Protocols(found)
+    assert protocols.names == [NONOVERLAPPING, "nonoverlapping, dense attention"]
+    (method,) = methods_of(found)
+    speeds = [points(method, protocols, name, "tokens_per_second")[0].mean for name in protocols.names]
+    assert speeds == [TOKENS / 2.0, 1.0]

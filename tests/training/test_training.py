@@ -184,3 +184,21 @@ def test_files_of_a_run_are_for_those_whom_the_umask_allows(data: Path, tmp_path
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
+def test_dense_attention_trains_to_the_same_losses(data: Path, tmp_path: Path) -> None:
+    """To rounding: another way to compute the same function. Reports are told by the name, which changes nothing."""
+    shared = {"dropout": 0.0, "attention_dropout": 0.0}
+    usual = train(small_config(data, tmp_path / "usual", **shared), progress=False)
+    dense = train(small_config(data, tmp_path / "dense", attention="dense", name="mine", **shared), progress=False)
+    losses = [[row["loss"] for row in metrics_of(each) if "loss" in row] for each in (usual, dense)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert RunFolder(dense).config().name == "mine"
+    train(small_config(data, dense, attention="dense", name="yours", **shared), progress=False, resume=True)
+    with pytest.raises(ValueError, match="attention was 'dense', is 'auto' now"):
+        train(small_config(data, dense, **shared), progress=False, resume=True)
+
+
+def test_dense_attention_is_for_whole_rows(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="packing 'across'"):
+        small_config(data, tmp_path / "run", attention="dense", packing="documents")

@@ -19,6 +19,7 @@ EXAMPLES = """
   trainshort compare                                            minutes on two cores, no files needed
   trainshort compare --recipe demo                              what `make demo` runs
   trainshort compare --data data --positions alibi rotary t5 sinusoidal --length 256 --steps 5000
+  trainshort compare --data data --positions alibi alibi:biased_heads=6 fox:gate_bias=5,rotary=true
   trainshort compare --data data --import shape.py --positions shape alibi    a method of your own
   trainshort compare --data data --recipe figure1 --model small-124m      the paper's Figure 1
   trainshort compare --data data --positions alibi sinusoidal --length 128 256 --seeds 0 1 2

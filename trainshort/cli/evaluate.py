@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from trainshort.evaluation.runs import OpenedRun
 
 # Flags that mean something for one task only.
-PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "context_parallel")
+PERPLEXITY_ALONE = ("mode", "stride", "tokens", "lead", "kept", "attention", "context_parallel")
 RECALL_ALONE = ("depths", "trials", "choices", "seed")
 
-NEEDS = ("rich",)
 EXAMPLES = """
   trainshort evaluate runs/alibi-256                          at 1 to 16 times the trained length
   trainshort evaluate runs/alibi-256 --lengths 256 512 4096
@@ -81,6 +80,10 @@ class Flags(EvaluateConfig):
             "metavar": "NAME=VALUE",
         },
     )
+    table: bool = field(
+        default=True,
+        metadata={"help": "print what was measured as a table; without it the package rich is not needed"},
+    )
     context_parallel: bool = field(
         default=False, metadata={"help": "share every window among the processes of torchrun, a span each"}
     )
@@ -110,6 +113,11 @@ class Flags(EvaluateConfig):
         return position
 
 
+def needs(flags: Flags) -> tuple[str, ...]:
+    """Packages that an extra brings."""
+    return ("rich",) if flags.table else ()
+
+
 def run(flags: Flags) -> None:
     from trainshort.evaluation.runs import open_run
 
@@ -129,7 +137,6 @@ def run(flags: Flags) -> None:
 
 def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str | None:
     """Measure, and show the table; the name of the file, None in processes beside the first."""
-    from trainshort.cli.shown import evaluation_table, print_table
     from trainshort.evaluation.evaluate import evaluate
     from trainshort.evaluation.progress import evaluation_progress
     from trainshort.evaluation.records import NAME
@@ -156,7 +163,9 @@ def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int
                 on_scored=on_scored,
                 on_record=records.append,
             )
-    if records:
+    if records and flags.table:
+        from trainshort.cli.shown import evaluation_table, print_table
+
         print_table(evaluation_table(with_options(str(opened.folder), flags.position_options), records))
     return NAME if records else None
 
@@ -202,7 +211,6 @@ def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ..
         lengths = tuple(length for length in lengths if length >= shortest_window()) or lengths
     values = {each.name: getattr(flags, each.name) for each in fields(RecallConfig)}
     config = RecallConfig(**(values | {"lengths": lengths}))
-    from trainshort.cli.shown import print_table, recall_table
     from trainshort.evaluation.progress import evaluation_progress
     from trainshort.evaluation.recall import recall
     from trainshort.evaluation.recall_records import NAME
@@ -224,7 +232,10 @@ def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ..
             on_fed=on_fed,
             on_record=records.append,
         )
-    print_table(recall_table(with_options(str(opened.folder), flags.position_options), records))
+    if flags.table:
+        from trainshort.cli.shown import print_table, recall_table
+
+        print_table(recall_table(with_options(str(opened.folder), flags.position_options), records))
     return NAME
 
 

@@ -19,7 +19,6 @@ from trainshort.cli.folders import check_one_model
 from trainshort.cli.stopping import on_stop
 from trainshort.evaluation.inspect_config import InspectConfig
 
-NEEDS = ("matplotlib", "plotly", "rich")
 EXAMPLES = """
   trainshort inspect runs/alibi-256                           on the beginning of the Python library's source
   trainshort inspect bloom-560m --text book.txt --dtype bfloat16
@@ -46,7 +45,19 @@ class Flags(InspectConfig):
     heads: bool | None = field(
         default=None, metadata={"help": f"list every head (default: where there are at most {MOST_ROWS})"}
     )
+    page: bool = field(
+        default=True,
+        metadata={
+            "help": "draw the page and print tables; without it inspection.json alone is written, and none of the "
+            "packages for pages and tables is needed"
+        },
+    )
     figures: bool = field(default=True, metadata={"help": "draw SVG and PNG files as well"})
+
+
+def needs(flags: Flags) -> tuple[str, ...]:
+    """Packages that an extra brings."""
+    return ("matplotlib", "plotly", "rich") if flags.page else ()
 
 
 def run(flags: Flags) -> None:
@@ -60,13 +71,18 @@ def run(flags: Flags) -> None:
     config = InspectConfig(**{each.name: getattr(flags, each.name) for each in fields(InspectConfig)})
     with on_stop(lambda: "stopped; nothing was written"), _progress() as on_layer:
         found = inspect_folder(flags.folder, flags.text, config, on_layer=on_layer)
-    _show(found, flags.heads)
     from trainshort.common.files import write_json
+
+    if flags.page:
+        _show(found, flags.heads)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / NAME, found)
+    if not flags.page:
+        print(f"{out / NAME} holds what was found")
+        return
     from trainshort.common.progress import waiting
     from trainshort.report.inspected import build_inspection
 
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / NAME, found)
     with waiting("drawing the page"):
         page = build_inspection(found, out, figures=flags.figures)
     print(f"{page} shows it; {NAME}, tables and figures are beside it")

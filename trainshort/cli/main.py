@@ -130,7 +130,8 @@ def _run(name: str, words: list[str]) -> int:
 
         for file in files:
             import_file(file)
-    require(getattr(command, "NEEDS", ()), by="this command")
+    packages = command.needs(flags) if hasattr(command, "needs") else getattr(command, "NEEDS", ())
+    require(packages, by="this command")
     return int(command.run(flags) or 0)
 
 

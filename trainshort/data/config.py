@@ -44,6 +44,14 @@ class PrepareConfig(Settings):
         default=0.05,
         metadata={"help": "the part kept for validation: whole documents, drawn by the seed from all of the input"},
     )
+    train_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "keep so many training tokens at most, the first ones, and read no further than needed (default: "
+            "all); validation and the BPE's sample are of all of the input",
+            "least": 1,
+        },
+    )
     text_field: str = field(
         default="text", metadata={"help": "the field or column that holds the text in jsonl, parquet and hf: sources"}
     )

@@ -31,6 +31,20 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(DTYPES[dtype_name(vocab_size)])
 
 
+def first_tokens(encoded: Encoded, count: int, end_id: int) -> Encoded:
+    """At most so many; a document that is cut ends with the last of them."""
+    if count >= len(encoded.tokens):
+        return encoded
+    tokens, ends = encoded.tokens[:count].copy(), encoded.ends[encoded.ends < count]
+    spans = None if encoded.spans is None else encoded.spans[:count].copy()
+    if count:
+        tokens[-1] = end_id
+        ends = np.append(ends, np.int64(count))
+        if spans is not None:
+            spans[-1] = 0  # the end stands for no text
+    return Encoded(tokens, ends, spans)
+
+
 def encode(tokenizer: Tokenizer, parts: Sequence[TextPart], *, spans: bool = False) -> Encoded:
     """spans: also say how many bytes and words each token stands for."""
     if isinstance(tokenizer, ByteTokenizer):

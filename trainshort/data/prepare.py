@@ -19,7 +19,7 @@ import numpy as np
 from trainshort.common.files import free_space, is_full, push_to_disk, remove_partials, write_json
 from trainshort.data.config import PrepareConfig
 from trainshort.data.counts import Counts
-from trainshort.data.encode import token_dtype
+from trainshort.data.encode import first_tokens, token_dtype
 from trainshort.data.meta import COUNTS, FILES, FORMAT, VERSION
 from trainshort.data.progress import byte_bar
 from trainshort.data.sources import HF, Sources, hub_name, load_hub
@@ -60,9 +60,15 @@ def prepare(config: PrepareConfig, *, progress: bool = True) -> Path:
             writers[TRAIN]._write("documents", np.zeros(1, dtype="<i8"))
             total = sum(each.total for each in (sources, validation) if each)
             with byte_bar("tokens", total, show=progress) as advance:
-                batches = _batches(_assigned(choice, sources, validation, advance))
+                train = writers[TRAIN]
+
+                def room() -> int | None:
+                    return None if config.train_tokens is None else config.train_tokens - train.tokens
+
+                batches = _batches(_assigned(choice, sources, validation, advance, lambda: room() == 0))
                 for split, encoded in encode_all(batches, tokenizer, spans=counts is None, workers=config.workers):
-                    writers[split].append(encoded)
+                    left = room() if split == TRAIN else None
+                    writers[split].append(encoded if left is None else first_tokens(encoded, left, tokenizer.end_id))
             if not writers[TRAIN].tokens:
                 raise ValueError(f"{' '.join(config.sources)}: no text in it")
             writers[TRAIN].extend(writers[VALIDATION])
@@ -147,10 +153,18 @@ def _tokenizer(config: PrepareConfig, sources: Sources, choice: Choice, progress
 
 
 def _assigned(
-    choice: Choice, sources: Sources, validation: Sources | None, advance: Callable[[int], None]
+    choice: Choice,
+    sources: Sources,
+    validation: Sources | None,
+    advance: Callable[[int], None],
+    enough: Callable[[], bool],
 ) -> Iterator[tuple[str, TextPart]]:
+    """Every part with its split. Once there is enough to train on, only what is for validation."""
     for split, part in choice.assign(sources.parts()):
-        yield split, part
+        if split == VALIDATION or not enough():
+            yield split, part
+        elif validation is not None:
+            break  # nothing that is left in these sources is wanted
         advance(sources.done)
     if validation is not None:
         for part in validation.parts():

@@ -10,6 +10,7 @@ from trainshort.common.settings import Settings
 
 BLOCK = 128  # attention works in blocks of this many keys
 MODES = ("nonoverlapping", "sliding")
+ATTENTION = ("auto", "dense")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -45,6 +46,12 @@ class EvaluateConfig(Settings):
         default=8192, metadata={"help": "longer windows are computed in parts of this size, with the cache"}
     )
     batch_tokens: int = field(default=8192, metadata={"help": "tokens of short windows that are computed together"})
+    attention: Literal["auto", "dense"] = field(
+        default="auto",
+        metadata={
+            "help": "dense: a table of all scores, as before fused kernels, of windows that are never cut into parts"
+        },
+    )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = field(
         default=None, metadata={"help": "of the model (default: as it was saved)"}
     )
@@ -66,7 +73,8 @@ class EvaluateConfig(Settings):
                 self._at_least(name, getattr(self, name), 1)
         if self.chunk % BLOCK:
             raise ValueError(f"chunk must be a multiple of {BLOCK}, got {self.chunk}")
-        for name, allowed in (("mode", MODES), ("split", ("validation", "train")), ("dtype", (*DTYPES, None))):
+        choices = {"mode": MODES, "split": ("validation", "train"), "dtype": (*DTYPES, None), "attention": ATTENTION}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 listed = ", ".join(str(each) for each in allowed)
                 raise ValueError(f"{name} must be one of {listed}; got {getattr(self, name)!r}")
@@ -88,3 +96,7 @@ class EvaluateConfig(Settings):
         if self.mode == "nonoverlapping":
             return length
         return max(1, length // 2) if self.stride is None else self.stride
+
+    def chunk_of(self, length: int) -> int:
+        """The most tokens of a window of this length that are computed at once: dense attention cuts none."""
+        return max(self.chunk, length) if self.attention == "dense" else self.chunk

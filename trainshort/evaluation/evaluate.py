@@ -127,8 +127,9 @@ def evaluate(
     )
     network, destination = opened_model(model, config.dtype, config.device, out, position_options)
     check_vocabulary(text, network, first, last + 1)
-    training = network.training
+    training, dense = network.training, network.trunk.dense
     network.eval()
+    network.attend_densely(config.attention == "dense")
     records = []
     try:
         _warm_up(network, text, config)
@@ -143,6 +144,7 @@ def evaluate(
                 on_record(record)
     finally:
         network.train(training)
+        network.attend_densely(dense)
     return records
 
 
@@ -236,7 +238,7 @@ def why_not_at(model: LanguageModel, length: int) -> str | None:
 
 def _warm_up(model: LanguageModel, text: Text, config: EvaluateConfig) -> None:
     size = min([WARM_UP, len(text.tokens) - 1, model.position.max_length or WARM_UP])
-    list(losses(model, text.tokens, windows(0, size, size, size), chunk=config.chunk, batch_tokens=size))
+    list(losses(model, text.tokens, windows(0, size, size, size), chunk=config.chunk_of(size), batch_tokens=size))
 
 
 def _at_length(
@@ -257,6 +259,8 @@ def _at_length(
         "end_token": last + 1,
         **tested_on(model, text),
     }
+    if config.attention != "auto":
+        record["attention"] = config.attention
     if text.tokenizer is not None:
         record["whole_text"] = (first, last) == (0, len(text.tokens) - 1)
     if (reason := why_not_at(model, length)) is not None:
@@ -270,7 +274,7 @@ def _at_length(
             model,
             text.tokens,
             windows(first, last, length, stride),
-            chunk=config.chunk,
+            chunk=config.chunk_of(length),
             batch_tokens=config.batch_tokens,
             on_scored=None if on_scored is None else lambda count: on_scored(length, count, last - first),
         ):
@@ -297,7 +301,7 @@ def _at_length(
     }
     if state.current is not None:
         record["ranks"] = state.current.size
-    elif config.kept:
+    elif config.kept and config.attention == "auto":
         start = max(0, first) if first + length <= last else max(0, last - length)
         sample = torch.from_numpy(np.asarray(text.tokens[start : start + length]).astype(np.int64))[None].to(device)
         if (kept := kept_keys(model, sample, config.chunk)) is not None:

@@ -17,7 +17,7 @@ from trainshort.common.reading import read_json
 
 FORMAT, VERSION = "trainshort evaluation", 2
 NAME = "evaluation.json"
-IDENTITY = ("model", "data", "split", "first_token", "end_token", "mode", "stride", "length", "dtype")
+IDENTITY = ("model", "data", "split", "first_token", "end_token", "mode", "stride", "length", "dtype", "attention")
 
 Record = dict[str, Any]
 

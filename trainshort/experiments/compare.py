@@ -23,6 +23,7 @@ from trainshort.evaluation.windows import scored_span
 from trainshort.experiments.comparison import NAME as NAME
 from trainshort.experiments.comparison import Comparison, Entry, common_test
 from trainshort.experiments.config import CompareConfig
+from trainshort.experiments.contenders import contender
 from trainshort.experiments.parallel import train_all, visible_gpus
 from trainshort.experiments.samples import write_samples
 from trainshort.experiments.watching import QUIET, Planned, Remaining, Watcher
@@ -54,7 +55,8 @@ def compare(config: CompareConfig, watcher: Watcher | None = None, *, progress: 
             "trained by trainshort train under torchrun)"
         )
     for position in config.positions:
-        plain_options(position, {})  # refuses unknown names before any work is done
+        chosen = contender(position)
+        plain_options(chosen.position, chosen.options)  # refuses what is not known before any work is done
     data = _data(config, watcher)
     _check_tests(config, data)
     trainings = [config.training(str(data.folder), *run) for run in config.runs()]
@@ -96,7 +98,8 @@ def _made(
         records = _tested(training, test, data, head, watcher)
         write_samples(run.folder, data, training.length)
         remaining.add(int(run in slow))
-        about = {"position": training.position, "length": training.length, "seed": training.seed, "lr": training.lr}
+        name = training.name or training.position
+        about = {"position": name, "length": training.length, "seed": training.seed, "lr": training.lr}
         yield {"folder": run.folder.name} | about | {"config": training.to_dict(), "training": summary}, records
 
 
@@ -161,8 +164,9 @@ def _tested(
     folder = Path(training.out)
     first, last = scored_span(len(data.validation), config.lengths, limit=config.tokens, lead=config.lead)
     weights = fingerprint(folder / "model.safetensors")
-    test = (weights, data.identity, config.split, first + 1, last + 1, config.mode)
-    keys = {(*test, config.stride_of(length), length, config.dtype) for length in config.lengths}
+    test: Record = {"model": weights, "data": data.identity, "split": config.split, "mode": config.mode}
+    test |= {"first_token": first + 1, "end_token": last + 1, "dtype": config.dtype}
+    keys = {key_of(test | {"length": each, "stride": config.stride_of(each)}) for each in config.lengths}
 
     def wanted() -> dict[int, Record]:
         return {record["length"]: record for record in read_records(folder, weights) if key_of(record) in keys}

@@ -1,8 +1,8 @@
 """comparison.json: the runs of a comparison with their records. Each `compare` into the same folder extends it.
 
-Runs stand in one comparison if they share the data and all settings but the position method, the training length, the
-seed and the learning rate, which tables name. A run may have been tested in several ways: all of its records are
-kept, and `tests` says which of them the last command asked for.
+Runs stand in one comparison if they share the data and all settings but the position method with its options, the
+training length, the seed and the learning rate, which tables name. A run may have been tested in several ways: all of
+its records are kept, and `tests` says which of them the last command asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainshort.training import TrainConfig
 
 FORMAT, VERSION = "trainshort comparison", 1
 NAME = "comparison.json"
-MAY_DIFFER = ("position", "length", "seed", "lr")
+MAY_DIFFER = ("position", "position_options", "length", "seed", "lr")
 
 Entry = dict[str, Any]  # folder, position, length, seed, lr, config, training, records
 

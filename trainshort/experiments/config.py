@@ -8,6 +8,7 @@ from typing import Literal
 from trainshort.common.checks import is_int
 from trainshort.common.settings import Settings
 from trainshort.evaluation.config import EvaluateConfig
+from trainshort.experiments.contenders import contender
 from trainshort.training.config import TrainConfig
 from trainshort.training.recipes import RECIPES as SIZES
 
@@ -29,7 +30,8 @@ class CompareConfig(Settings):
     positions: tuple[str, ...] = field(
         default=("alibi", "rotary", "t5", "sinusoidal"),
         metadata={
-            "help": "methods: alibi, fox, rotary, t5, kerple, sinusoidal, learned, none, or your own (--import)",
+            "help": "methods: alibi, fox, rotary, t5, kerple, sinusoidal, learned, none, or your own (--import); "
+            "with options as alibi:biased_heads=6",
             "metavar": "NAME",
         },
     )
@@ -104,14 +106,15 @@ class CompareConfig(Settings):
         for length in self.length:
             self.lengths_for(length)
             self.evaluation(length)  # these refuse what evaluation and training would refuse later
-            self.training("data", self.positions[0], length, self.seeds[0])
+            for position in self.positions:
+                self.training("data", position, length, self.seeds[0])
 
     @property
     def rates(self) -> dict[str, float]:
         """The learning rates of methods that have their own."""
         found = {}
         for entry in self.lrs:
-            name, sign, value = entry.partition("=")
+            name, sign, value = entry.rpartition("=")  # the name may hold options
             try:
                 found[name] = float(value)
             except ValueError:
@@ -130,17 +133,21 @@ class CompareConfig(Settings):
         return tuple(sorted(set(lengths)))
 
     def name_of(self, position: str, length: int, seed: int) -> str:
-        return f"{position}-{length}-seed{seed}"
+        return f"{contender(position).name}-{length}-seed{seed}"
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Position, training length and seed of every run, in the order they are made."""
         return [(p, length, seed) for seed in self.seeds for length in self.length for p in self.positions]
 
     def training(self, data: str, position: str, length: int, seed: int) -> TrainConfig:
+        """position: as it stands among the positions, with its options."""
+        chosen = contender(position)
         return TrainConfig(
             data=data,
             out=f"{self.out}/{self.name_of(position, length, seed)}",
-            position=position,
+            position=chosen.position,
+            position_options=chosen.options,
+            name=chosen.name if chosen.options else None,
             length=length,
             model=self.model,
             num_layers=self.num_layers,

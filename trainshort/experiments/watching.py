@@ -44,7 +44,8 @@ class Planned:
     @property
     def title(self) -> str:
         config = self.training
-        return f"run {self.number} of {self.total}, {config.position} at {config.length:,}, seed {config.seed}"
+        method = config.name or config.position
+        return f"run {self.number} of {self.total}, {method} at {config.length:,}, seed {config.seed}"
 
     @property
     def folder(self) -> Path:

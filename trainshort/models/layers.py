@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig
+from trainshort.models.dense import dense_attention, score_table
 from trainshort.models.head_parts import HeadNorm, KeyValueShift, WideNorm
 from trainshort.models.linear import ACTIVATIONS, project
 from trainshort.models.spans import Span, last_of_rank_before, own_span
@@ -35,6 +36,8 @@ class Context:
     key_padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     few_rows: bool = False  # so few that linear layers have a kernel for them
+    dense: bool = False  # all scores as a table: see dense.py
+    score_table: Tensor | None = None  # of a dense pass, where it is the same for all layers
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -102,6 +105,8 @@ class SelfAttention(nn.Module):
         config = self.config
         if context.cache is not None:
             return context.cache.attend(self.layer, q, k, v, bias=bias, scale=config.score_scale)
+        if context.dense:
+            return self._attend_densely(q, k, v, bias, context)
         return attention(
             q,
             k,
@@ -113,6 +118,13 @@ class SelfAttention(nn.Module):
             cu_seqlens=context.cu_seqlens,
             dropout=config.attention_dropout if self.training else 0.0,
         )
+
+    def _attend_densely(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Context) -> Tensor:
+        config, table = self.config, context.score_table
+        if table is None:  # the bias is this layer's own
+            table = score_table(bias, q.shape[2], causal=config.causal, like=q)
+        dropout = config.attention_dropout if self.training else 0.0
+        return dense_attention(q, k, v, table, scale=config.score_scale, dropout=dropout)
 
     def _decay(self, log_gates: Tensor | tuple[Tensor, Tensor], context: Context) -> DecayBias:
         """The bias that this layer's gates make. Those of padding are open: nothing is to be forgotten there."""
@@ -297,6 +309,7 @@ class Trunk(nn.Module):
 
     compile_options: dict[str, Any] | None = None  # of torch.compile for the blocks; None: they are not compiled
     checkpoint_activations = False  # of blocks in training: all but their inputs are computed again
+    dense = False  # attention by a table of all scores: see dense.py
 
     def __init__(self, config: ModelConfig, position: Position) -> None:
         super().__init__()
@@ -338,7 +351,11 @@ class Trunk(nn.Module):
             positions = self._positions(tokens, key_padding_mask, cu_seqlens, span)
             position = self._position_for(length, cu_seqlens)
             context = Context(position, positions, position.bias(), None, key_padding_mask, cu_seqlens)
+            if self.dense:
+                self._make_dense(context, length, span)
             return self._hidden(tokens, token_types, context, states)
+        if self.dense:
+            raise ValueError("dense attention computes whole texts at once: use it without a cache")
         self._enter_cache(cache, tokens, key_padding_mask, cu_seqlens)
 
         def compute(part: Tensor) -> Tensor:
@@ -354,6 +371,15 @@ class Trunk(nn.Module):
             return self._hidden(part, token_types, context)
 
         return cache.feed(tokens, compute)
+
+    def _make_dense(self, context: Context, length: int, span: Span | None) -> None:
+        """Say so in the context, with what is added to the scores where all layers share it."""
+        if context.key_padding_mask is not None or context.cu_seqlens is not None or span is not None:
+            raise ValueError("dense attention is for whole rows: no padding, no packed documents and no context")
+        context.dense = True
+        if not self.config.has_gates:
+            weight = self.embedding.weight
+            context.score_table = score_table(context.bias, length, causal=self.config.causal, like=weight)
 
     def norm_bounds(self) -> tuple[Tensor, Tensor]:
         """With qk_norm: what no norm of a query [layers, heads] or of a key [layers, key heads] exceeds."""

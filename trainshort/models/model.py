@@ -54,6 +54,14 @@ class Model(nn.Module):
         """
         self.trunk.checkpoint_activations = on
 
+    def attend_densely(self, on: bool = True) -> None:
+        """Compute attention as before fused kernels: a table of all scores, whose memory grows with length squared.
+
+        The same function to rounding, for measurements beside the kernels: whole rows alone, without padding, packed
+        documents or a cache.
+        """
+        self.trunk.dense = on
+
     def hidden_states(
         self,
         tokens: Tensor,

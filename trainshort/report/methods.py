@@ -22,8 +22,8 @@ NAMES = {
 }
 # Of a training config, what does not make it another method: where it ran, what it wrote, and the seed.
 INCIDENTAL = {
-    "data", "out", "seed", "device", "compile", "log_every", "eval_every", "eval_tokens", "checkpoint_every",
-    "tensorboard",
+    "data", "out", "name", "seed", "device", "compile", "log_every", "eval_every", "eval_tokens",
+    "checkpoint_every", "tensorboard",
 }  # fmt: skip
 # Distinct with the common colour blindnesses, and on light and dark ground; methods also differ by marker.
 COLORS = ("#d1495b", "#2f7fd1", "#1f9e76", "#c98a00", "#8f63d2", "#4aa3b5", "#b8612e", "#7a8793")
@@ -63,7 +63,7 @@ def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[
     labels = _labels(groups, {**(names or {}), **NAMES})
     lengths = sorted({group[0].length or 0 for group in groups})
     colors = _colors(kinds)
-    compared = {group[0].position for group in groups} > {"alibi"}
+    compared = set(kinds) > {"alibi"}
     used: dict[tuple[str, int | None], int] = {}
     methods = []
     for group, label in zip(groups, labels, strict=True):
@@ -80,7 +80,7 @@ def methods_of(runs: list[Run], names: Mapping[str, str] | None = None) -> list[
                 COLORS[color % len(COLORS)],
                 MARKERS[(color + 3 * again) % len(MARKERS)],
                 DASHES[(lengths.index(first.length or 0) + again) % len(DASHES)],
-                compared and first.position == "alibi",
+                compared and first.kind == "alibi",
             )
         )
     return methods
@@ -93,8 +93,9 @@ def _key(run: Run, data: str | None) -> str:
 
 
 def _telling(run: Run) -> dict[str, Any]:
-    extended = set() if run.train.get("extended_at") else {"extended_at"}  # never extended, or older than the word
-    return {key: value for key, value in run.train.items() if key not in INCIDENTAL | extended}
+    usual = {"extended_at": None, "attention": "auto"}  # older runs have no such words
+    same = {key for key, value in usual.items() if (run.train.get(key) or value) == value}
+    return {key: value for key, value in run.train.items() if key not in INCIDENTAL | same}
 
 
 def _colors(kinds: list[str]) -> dict[str, int]:
@@ -111,7 +112,7 @@ def _labels(groups: list[list[Run]], names: Mapping[str, str]) -> list[str]:
     labels = []
     for group in groups:
         run = group[0]
-        label = names.get(run.kind, run.kind) if run.kind == run.position else run.name
+        label = names.get(run.kind, run.kind) if run.kind == run.position else run.kind
         if several and run.length is not None:
             label += f", L = {run.length:,}"
         labels.append(label)

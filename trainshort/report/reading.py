@@ -53,8 +53,12 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """What it is called and coloured by: runs by their position method, other models by their name."""
-        return self.name if self.about or self.position == UNKNOWN else self.position
+        """What it is called and coloured by: runs by the name they were given or their position method, other models
+        by their own name."""
+        if self.about or self.position == UNKNOWN:
+            return self.name
+        given = self.train.get("name")
+        return clean(given) if isinstance(given, str) and given.strip() else self.position
 
     @property
     def position(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from trainshort.report.methods import Method
 from trainshort.report.reading import Run
 from trainshort.report.records import Values, mapping, number
+from trainshort.report.text import clean
 
 NONOVERLAPPING = "nonoverlapping"
 FEW = 500  # tokens: the mean loss of fewer says more of these tokens than of the model
@@ -62,6 +63,11 @@ class Protocols:
         self.names = sorted(found, key=lambda name: (name != NONOVERLAPPING, len(name), name))
 
     def of(self, record: Values) -> str:
+        """What is computed otherwise than usual is another protocol: its speed says nothing of the usual way."""
+        attention = record.get("attention")
+        return self._windows(record) + (f", {clean(str(attention))} attention" if attention is not None else "")
+
+    def _windows(self, record: Values) -> str:
         if record["mode"] == NONOVERLAPPING or record["stride"] == record["length"]:
             return NONOVERLAPPING
         return f"sliding, stride {record['stride']:,}" if record["stride"] in self.fixed else HALF

@@ -26,6 +26,13 @@ class TrainConfig(Settings):
             "help": "the method: alibi, fox, rotary, t5, kerple, sinusoidal, learned, none, or your own (--import)"
         },
     )
+    name: str | None = field(
+        default=None,
+        metadata={
+            "help": "what reports call it (default: the method, and what differs where several have it)",
+            **_FREE,
+        },
+    )
     length: int = field(default=512, metadata={"help": "tokens in a training sequence", "least": 1})
     model: str = field(default="tiny", metadata={"help": "the recipe of the model's size", "choices": tuple(RECIPES)})
     num_layers: int | None = field(default=None, metadata={"help": "instead of the recipe's", "least": 1})
@@ -96,6 +103,14 @@ class TrainConfig(Settings):
         default=False,
         metadata={"help": "keep no activations inside blocks, compute them again backward: less memory", **_FREE},
     )
+    attention: str = field(
+        default="auto",
+        metadata={
+            "help": "dense: a table of all scores, as before fused kernels, to be measured beside them; its memory "
+            "grows with the square of the length",
+            "choices": ("auto", "dense"),
+        },
+    )
     compile: bool | None = field(
         default=None, metadata={"help": "use torch.compile; by default on a GPU only", **_FREE}
     )
@@ -125,6 +140,10 @@ class TrainConfig(Settings):
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.warmup is not None and self.warmup > self.steps:
             raise ValueError(f"warmup must be at most steps ({self.steps}), got {self.warmup}")
+        if self.attention == "dense" and (self.packing == "documents" or self.context_parallel > 1):
+            raise ValueError(
+                "attention 'dense' is for whole rows in one process: use packing 'across' and no context_parallel"
+            )
         part = self.length * self.accumulation
         if self.batch_tokens % part:
             near = max(1, round(self.batch_tokens / part)) * part

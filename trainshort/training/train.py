@@ -130,9 +130,13 @@ class _Trainer:
         if processes.kind != "fsdp":  # which moves a block at a time
             self.model.to(device)
         self.model.checkpoint_activations(config.activation_checkpointing)
+        self.model.attend_densely(config.attention == "dense")
         self.shared = SharedModel(self.model, processes, torch.bfloat16 if self._is_half() else None)
         self.optimizer = Optimizer(self.model, config)
         self.step, self.seconds, self.note, self.waiting = 0, 0.0, "", Waiting()
+        self.peak_memory = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         if saved is None:
             self._save()  # so that there is something to go on from at every moment, and a full disk shows at once
         else:
@@ -313,6 +317,7 @@ class _Trainer:
 
     def _go_on(self, saved: Checkpoint) -> None:
         self.step, self.seconds = saved.step, float(saved.state["seconds"])
+        self.peak_memory = saved.state.get("peak_memory_bytes") or 0
         if (before := saved.state["environment"]) != (now := self._environment()):
             changes = (
                 f"{name} was {before.get(name)}, is {now.get(name)} now"
@@ -369,6 +374,7 @@ class _Trainer:
             "sequences": self.step * self.config.sequences,
             "seconds": 0.0 if self.step == 0 else round(time.monotonic() - self.began, 3),
             "waiting": self.waiting.share() if self.step else None,  # for cores: a loaded machine trains slowly
+            "peak_memory_bytes": self._peak_memory(),
             "config": self.config.to_dict(),
             "data": {"identity": self.data.identity, "files": self.data_files},
             "environment": self._environment(),
@@ -381,6 +387,12 @@ class _Trainer:
             self.run.save_shards(state, tensors, self.names, self.processes)
         self.saved_step = self.step
         self.log.line(f"saved step {self.step}")
+
+    def _peak_memory(self) -> int | None:
+        """The most that tensors took on this process's GPU, before an interruption too; None without a GPU."""
+        if self.device.type != "cuda":
+            return None
+        return max(self.peak_memory, torch.cuda.max_memory_allocated(self.device))
 
     def _random_numbers(self) -> dict[str, Tensor]:
         """The state to go on with. Several processes make theirs for each step, and leave one for a process alone."""

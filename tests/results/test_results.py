@@ -1,0 +1,295 @@
+"""The paper's experiments: what is run, in which order and within which time; and a page that says what files say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from trainshort.cli.arguments import Parser, add_fields, read
+from trainshort.cli.main import _module
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("plan", "run", "found", "claims", "page")
+
+
+class Modules(NamedTuple):
+    plan: Any
+    run: Any
+    found: Any
+    claims: Any
+    page: Any
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
+    monkeypatch.syspath_prepend(ROOT / "results")
+    for name in NAMES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield Modules(*(__import__(name) for name in NAMES))
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def places(modules: Modules, tmp_path: Path) -> Any:
+    (tmp_path / "texts").mkdir()
+    for name in ("wikitext-103-valid", "a-book", "b-book"):
+        (tmp_path / "texts" / f"{name}.txt").write_text("text")
+    return modules.plan.Places("data", str(tmp_path / "texts"), "scratch")
+
+
+def try_all(modules: Modules, results: Path, size: Any, losses: dict[str, float | None]) -> None:
+    """Tries of every method: a loss by rate, None for one that diverged."""
+    for contender in modules.plan.CONTENDERS:
+        for rate, name in modules.plan.tried(contender, size).items():
+            (results / name).mkdir(parents=True)
+            row = {"step": 1, "loss": 2.0} if losses[rate] is None else {"step": 1, "validation_loss": losses[rate]}
+            (results / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            (results / name / "made.json").write_text(json.dumps({"kind": "try", "seconds": 3.0}))
+
+
+@pytest.mark.parametrize("size", ["full", "rehearsal"])
+def test_every_command_of_the_plan_is_one(modules: Modules, places: Any, tmp_path: Path, size: str) -> None:
+    """Its flags are known and its values allowed."""
+    chosen = modules.plan.SIZES[size]
+    try_all(modules, tmp_path, chosen, dict.fromkeys(chosen.rates, 3.0))
+    commands = [
+        command
+        for part in modules.plan.PARTS
+        for unit in modules.plan.units(part, chosen, places)
+        for command in unit.commands(tmp_path)
+    ]
+    assert {command[0] for command in commands} == {"train", "evaluate", "inspect"}
+    for name, *words in {tuple(command) for command in commands}:
+        flags = read(_parser(name), _module(name).Flags, list(words))
+        if name == "train":
+            flags.config()
+
+
+def _parser(name: str) -> Parser:
+    parser = Parser(f"trainshort {name}", "")
+    add_fields(parser, _module(name).Flags)
+    return parser
+
+
+def test_all_that_is_asked_for_is_planned(modules: Modules, places: Any, tmp_path: Path) -> None:
+    size = modules.plan.SIZES["full"]
+    found = {part: modules.plan.units(part, size, places) for part in modules.plan.PARTS}
+    names = [name for units in found.values() for unit in units for name in unit.folders]
+    assert len(set(names)) == len(names)
+    for contender in modules.plan.CONTENDERS:
+        assert sum(name.startswith(f"rates/{contender.name}-512-") for name in names) == 3
+        assert {f"extrapolation/{contender.name}-{length}-seed0" for length in (512, 1024)} <= set(names)
+    assert {f"extrapolation/{name}-512-seed{seed}" for name in ("alibi", "sinusoidal") for seed in (0, 1, 2)} <= set(
+        names
+    )
+    assert "extrapolation/sinusoidal-2048-seed0" in names
+    for attention in ("auto", "dense"):  # the headline's speeds
+        assert {
+            f"speed/{name}-{attention}-{length}" for name in ("alibi", "sinusoidal") for length in (512, 1024, 2048)
+        } < {*names}
+    try_all(modules, tmp_path, size, dict.fromkeys(size.rates, 3.0))
+    (unit,) = (unit for unit in found["short"] if unit.name == "extrapolation/alibi-512-seed0")
+    tests = [command for command in unit.commands(tmp_path) if command[0] == "evaluate"]
+    lengths = {int(word) for command in tests for word in command if word.isdigit()}
+    assert {512, 1024, 16384, 32768, 65536} <= lengths
+
+
+def test_the_best_rate_is_that_of_the_lowest_validation_loss(modules: Modules, tmp_path: Path) -> None:
+    size = modules.plan.SIZES["full"]
+    try_all(modules, tmp_path, size, {"0.0007": 3.1, "0.0014": None, "0.0028": 2.9})
+    tries = modules.plan.tried(modules.plan.CONTENDERS[0], size)
+    assert modules.plan.best_rate(tries, tmp_path) == "0.0028"
+    for name in tries.values():
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    with pytest.raises(RuntimeError, match="no learning rate of rates/alibi-512"):
+        modules.plan.best_rate(tries, tmp_path)
+
+
+class Runner:
+    """A runner whose units are short programs."""
+
+    def __init__(self, modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.modules, self.results, self.units = modules, tmp_path / "results", []
+        self.program = tmp_path / "unit.py"
+        self.program.write_text(
+            "import sys, time, json, pathlib\n"
+            "name = sys.argv[sys.argv.index('--unit') + 1]\n"
+            "time.sleep(60 if 'slow' in name else 0)\n"
+            "if 'broken' in name: sys.exit('it broke')\n"
+            "folder = pathlib.Path(sys.argv[sys.argv.index('--results') + 1]) / name\n"
+            "folder.mkdir(parents=True)\n"
+            "(folder / 'made.json').write_text(json.dumps({'kind': 'kind of 1 s', 'seconds': 1.0}))\n"
+        )
+        monkeypatch.setattr(modules.run, "HERE", tmp_path)
+        self.program.rename(tmp_path / "run.py")
+        given = {"limit": 30.0, "jobs": 2, "pack": tmp_path / "out" / "p.tar.gz", "size": "full", "commit": "abc"}
+        given |= {"data": "d", "texts": "t", "scratch": str(tmp_path / "scratch"), "results": self.results}
+        self.options = modules.run.argparse.Namespace(**(given | options))
+
+    def unit(self, name: str, seconds: int = 1, **more: Any) -> Any:
+        return self.modules.plan.Unit(name, f"kind of {seconds} s", seconds, lambda results: [], (name,), **more)
+
+    def run(self, *units: Any) -> int:
+        return int(self.modules.run._Runner(units, self.options).run())
+
+    def packed(self) -> set[str]:
+        with tarfile.open(self.options.pack) as file:
+            return {name.removesuffix("/made.json") for name in file.getnames() if name.endswith("made.json")}
+
+
+def test_units_are_worked_off_once_and_after_what_they_need(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(modules, tmp_path, monkeypatch)
+    units = [runner.unit("a/last", needs=("a/first",)), runner.unit("a/first"), runner.unit("a/alone", alone=True)]
+    assert runner.run(*units) == 0
+    assert runner.packed() == {"a/first", "a/last", "a/alone"}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines if " done in " in line].index("a/first") == 0
+    assert runner.run(*units) == 0
+    assert capsys.readouterr().out.startswith("0 units to do")
+
+
+def test_what_would_not_end_in_time_is_not_begun(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(modules, tmp_path, monkeypatch)
+    assert runner.run(runner.unit("a/long", seconds=31), runner.unit("a/short")) == 0
+    assert runner.packed() == {"a/short"}
+
+
+def test_a_unit_that_is_cut_off_or_breaks_costs_no_other(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(modules, tmp_path, monkeypatch, limit=3.0)
+    assert runner.run(runner.unit("a/slow"), runner.unit("a/broken"), runner.unit("a/good")) == 1
+    assert runner.packed() == {"a/good"}
+    said = capsys.readouterr().out
+    assert "a/slow: stopped, and lost" in said
+    assert "it broke" in said
+
+
+def test_nothing_goes_on_without_a_runner_that_was_stopped(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(modules, tmp_path, monkeypatch)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        runner.run(runner.unit("a/slow"))
+    assert "a/slow: stopped, and lost" in capsys.readouterr().out
+
+
+def test_there_is_a_page_where_there_are_results_and_it_says_what_they_say(modules: Modules) -> None:
+    text = modules.page.page_of(modules.found.Found(ROOT / "results"))
+    page = ROOT / "docs" / "reproducing.md"
+    assert (page.read_text() if page.exists() else None) == text
+    if text is not None:
+        figures = {line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")}
+        assert all((page.parent / figure).exists() for figure in figures)
+
+
+def make_run(results: Path, name: str, perplexities: dict[int, float], **train: Any) -> None:
+    """As run.py leaves it."""
+    folder = results / name
+    (folder / "state").mkdir(parents=True)
+    length = next(int(word) for word in name.split("-") if word.isdigit())
+    values = {"position": name.split("/")[1].split("-")[0], "length": length, "seed": 0, "steps": 4, "lr": 0.001}
+    (folder / "train.json").write_text(json.dumps(values | {"batch_tokens": 64} | train))
+    model = {"num_layers": 1, "d_model": 8, "num_heads": 2, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps({"format": "trainshort", "model": model}))
+    rows = [{"step": step, "loss": 5.0 - step, "tokens": 64 * step, "seconds": 10.0 + step} for step in range(1, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "mode": "nonoverlapping",
+        "split": "text",
+        "data": "text x",
+        "data_folder": "texts/wikitext-103-valid.txt",
+    }
+    common |= {"first_token": 1, "end_token": 100, "whole_text": True, "dtype": "float32", "model": "abc"}
+    records = [
+        common | {"length": at, "stride": at, "perplexity": value, "bits_per_byte": 1.0, "perplexity_per_word": 9.0}
+        for at, value in perplexities.items()
+    ]
+    (folder / "evaluation.json").write_text(
+        json.dumps({"format": "trainshort evaluation", "version": 2, "records": records})
+    )
+    (folder / "state" / "state.json").write_text(json.dumps({"peak_memory_bytes": 1000}))
+    made = {"unit": name, "kind": "full", "seconds": 60.0, "commit": "abc", "failed": []}
+    made |= {"machine": {"gpu": "NVIDIA H200", "torch": "2.11.0", "python": "3.12"}}
+    (folder / "made.json").write_text(json.dumps(made))
+
+
+def verdict_of(modules: Modules, results: Path, words: str) -> str:
+    (claim,) = (claim for claim in modules.claims.CLAIMS if claim.says.startswith(words))
+    return str(modules.claims.verdict(claim.checks(modules.found.Found(results))))
+
+
+def test_verdicts_follow_their_rules(modules: Modules, tmp_path: Path) -> None:
+    make_run(tmp_path, "extrapolation/alibi-512-seed0", {512: 20.0, 1024: 19.0, 16384: 19.5})
+    make_run(tmp_path, "extrapolation/sinusoidal-512-seed0", {512: 20.0, 1024: 29.0})
+    make_run(tmp_path, "extrapolation/sinusoidal-1024-seed0", {1024: 18.9, 2048: 40.0})
+    assert verdict_of(modules, tmp_path, "ALiBi trained at L works") == "holds"
+    assert verdict_of(modules, tmp_path, "Sinusoidal") == "holds in part"  # 1.45 at 512, 2.1 at 1,024
+    assert verdict_of(modules, tmp_path, "ALiBi trained at L is as good") == "holds"  # half a percent above
+    assert verdict_of(modules, tmp_path, "Rotary") == "not tested"
+    assert verdict_of(modules, tmp_path, "At 1.3 billion") == "not tested"
+    make_run(tmp_path, "extrapolation/alibi-1024-seed0", {1024: 19.0, 2048: 18.0, 16384: 19.1})
+    assert verdict_of(modules, tmp_path, "ALiBi trained at L works") == "holds in part"
+
+
+@pytest.mark.parametrize(("dense", "expected"), [(1.2, "holds"), (1.05, "does not hold here")])
+def test_speeds_are_those_of_the_later_half(modules: Modules, tmp_path: Path, dense: float, expected: str) -> None:
+    for name, speed, memory in (("alibi", dense, 800), ("sinusoidal", 1.0, 1000)):
+        for length in (512, 1024, 2048):
+            folder = tmp_path / f"speed/{name}-dense-{length}"
+            make_run(tmp_path, f"speed/{name}-dense-{length}", {})
+            seconds = [100.0 + step / speed for step in range(4)]  # the first step compiled
+            rows = [
+                {"step": step, "loss": 1.0, "tokens": 64 * step, "seconds": at} for step, at in enumerate(seconds, 1)
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            used = memory if expected == "holds" else 1000
+            (folder / "state" / "state.json").write_text(json.dumps({"peak_memory_bytes": used}))
+    make_run(tmp_path, "extrapolation/alibi-512-seed0", {512: 20.0})
+    assert verdict_of(modules, tmp_path, "and trains faster") == expected
+    found = modules.found.Found(tmp_path)
+    assert found.speed("alibi", "dense", 512).training_speed == pytest.approx(64 * dense)
+
+
+def test_the_page_has_the_numbers_and_the_figures(modules: Modules, tmp_path: Path) -> None:
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    docs.mkdir()
+    assert modules.page.main(results, docs) == 0
+    assert list(docs.iterdir()) == []  # no page without results
+    make_run(results, "extrapolation/alibi-512-seed0", {512: 20.0, 1024: 18.5})
+    make_run(results, "extrapolation/alibi-512-seed1", {512: 21.0, 1024: 19.5}, seed=1)
+    make_run(results, "extrapolation/sinusoidal-512-seed0", {512: 20.0, 1024: 40.0})
+    assert modules.page.main(results, docs) == 0
+    text = (docs / "reproducing.md").read_text()
+    assert "| ALiBi (2 seeds) | 20.50 (×1.00) | 19.00 (×0.93) |" in text
+    assert "| sinusoidal | 20.00 (×1.00) | 40.00 (×2.00) |" in text
+    assert "The paper's Table 2" in text
+    assert "| sinusoidal | 20.05 (×1.00) | 43.54 (×2.17) |" in text
+    assert "NVIDIA H200; torch 2.11.0; commits abc" in text
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (docs / line.split("](")[1].rstrip(")")).read_bytes().startswith(b"<?xml")
+
+
+def test_what_ran_out_of_memory_says_so(modules: Modules, tmp_path: Path) -> None:
+    make_run(tmp_path, "extrapolation/alibi-512-seed0", {512: 20.0})
+    make_run(tmp_path, "speed/alibi-dense-512", {})
+    path = tmp_path / "speed/alibi-dense-512/made.json"
+    failed = [{"command": ["train", "--out", "scratch/speed/alibi-dense-512"], "error": "not enough memory"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"failed": failed}))
+    assert "| ALiBi: training, tokens/s | out of memory |" in modules.page.page_of(modules.found.Found(tmp_path))
