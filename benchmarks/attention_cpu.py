@@ -159,9 +159,12 @@ def line(record: dict) -> str:
 
 
 def commit() -> str:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+        )
+    except OSError:  # no git here
+        return "unknown"
     return result.stdout.strip() or "unknown"
 
 

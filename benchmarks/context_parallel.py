@@ -155,13 +155,15 @@ def _profiled(call: Any, repeats: int = 10) -> dict[str, float]:
     }  # fmt: skip
 
 
-def about() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+def about(commit: str | None) -> dict[str, str]:
+    if commit is None:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = asked.stdout.strip()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         "machine": machine,
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "sources": sources_hash("context_parallel"),
         "shapes": f"random normal, causal, {HEADS} heads, head_dim {DIM}, forward + backward",
     }
@@ -171,9 +173,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
     parser.add_argument("--gpu", action="store_true", help="time the ranks' compute instead")
+    parser.add_argument("--commit", help="what is measured (default: ask git)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {"about": about()}
+    found: dict[str, Any] = {"about": about(options.commit)}
     if options.gpu:
         found["gpu"] = [on_gpu(length) for length in options.lengths]
     else:

@@ -58,7 +58,9 @@ def tokens_per_second(device: str, data: Path, processes: int, kind: str | None)
             command = [sys.executable, *launcher, *words, "--parallel", str(kind)]
         threads = "1" if device == "cpu" else str(max(1, cores() // max(1, processes)))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(words)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
         rows = [row for row in read_metrics(f"{folder}/run") if "loss" in row and row["step"] >= WARM[device]]
         waited = json.loads(Path(f"{folder}/run/state/state.json").read_text())["waiting"]
     first, last = rows[0], rows[-1]
@@ -69,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=list(SIZES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", help="what is measured (default: ask git)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders(options.device)}
@@ -90,6 +93,8 @@ def main() -> None:
         print(f"{name:<10} {speed:>12,.0f} tokens/s, {speed / plain:.3f} x plain")
     if options.out:
         header = about(1, "distributed") | {"device": options.device, "flags": f"{SIZES[options.device]} {OTHERS}"}
+        header |= {"commit": options.commit} if options.commit else {}
+        header |= {"machine": torch.cuda.get_device_name()} if options.device == "cuda" else {}
         options.out.write_text(json.dumps({"about": header, "records": records}, indent=1) + "\n")
 
 

@@ -3,6 +3,7 @@
 They are all of tests/gpu, and the contract of attention (tests/ops/contract) at its places on a GPU.
 
     python3 scripts/test_gpu.py --log results.txt --commit $(git rev-parse --short HEAD)
+    python3 scripts/test_gpu.py --log results.txt --again results.txt      only what failed there, or did not run
 
 Needs torch with CUDA, Triton, pytest and hypothesis. The exit status is 0 if every test passed. A process that
 crashes is started again behind the test it crashed in; that test counts as failed.
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 5  # starts of one shard
 TESTS = ("tests/gpu", "tests/ops/contract")
+LINE = re.compile(r"(passed|failed|crashed|skipped) +([\d.]+)s  (\S.*?)(?:  (.*))?$")  # of a log
+NUMBER = re.compile(r"(\w+) (\S+?)(?:, |$)")
 
 
 def numbers_of(result: dict[str, Any]) -> str:
@@ -40,19 +44,23 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write machine, versions and every test's result to this file")
     parser.add_argument("--commit", default="", help="what is tested, for the log (default: ask git)")
     parser.add_argument("--timeout", type=float, default=560.0, help="seconds for one shard (default: 560)")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds for all; tests after them do not run")
+    parser.add_argument("--again", type=Path, help="leave out what passed or was skipped by this earlier log")
     parser.add_argument("--sample", action="store_true", help="of the contract, only every fifth case of each test")
     parser.add_argument("-k", dest="keyword", help="only tests that match, as in pytest")
     options = parser.parse_args()
 
     began = time.monotonic()
+    options.end = began + options.limit
     about = describe(options.commit)
     print(about, flush=True)
+    earlier = done_before(options.again, about) if options.again else {}
     with tempfile.TemporaryDirectory() as folder:
         shards = [f"{index}/{options.shards}" for index in range(options.shards)]
         with ThreadPoolExecutor(options.shards) as pool:
             found = list(pool.map(lambda shard: run_shard(shard, Path(folder), options), shards))
         found.append(run_shard("alone", Path(folder), options))
-    results = {test: result for tests, _ in found for test, result in tests.items()}
+    results = earlier | {test: result for tests, _ in found for test, result in tests.items()}
     troubles = [trouble for _, trouble in found if trouble]
     lines = [
         f"{r['outcome']:8} {r.get('seconds', 0.0):7.2f}s  {test}{numbers_of(r)}"
@@ -82,6 +90,30 @@ def main() -> int:
     return 0 if counts["passed"] and not failures and not troubles else 1
 
 
+def done_before(log: Path, about: str) -> dict[str, dict]:
+    """What passed or was skipped by an earlier log, for this one: nothing where that is of other code or machines."""
+    first, *lines = log.read_text().splitlines()
+    if without_commit(first) != without_commit(about):
+        print(f"{log} is of another machine or other code: what it did well is left out, and not counted", flush=True)
+        return {}
+    matches = filter(None, map(LINE.match, lines))
+    return {
+        match[3]: {"outcome": match[1], "seconds": float(match[2]), "numbers": numbers_in(match[4] or "")}
+        for match in matches
+        if match[1] in ("passed", "skipped")
+    }
+
+
+def without_commit(about: str) -> str:
+    """A commit may touch nothing that is tested: the hash of the sources says whether it does."""
+    return re.sub(r"; commit [^;]*", "", about)
+
+
+def numbers_in(text: str) -> dict[str, float]:
+    """What `numbers_of` wrote."""
+    return {match[1]: float(match[2].replace(",", "")) for match in NUMBER.finditer(text)}
+
+
 def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[dict[str, dict], str]:
     """The outcome of each test of a shard, and what went wrong besides."""
     name = shard.replace("/", "_of_")
@@ -98,10 +130,13 @@ def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[di
         str(results),
     ]
     command += ["-k", options.keyword] if options.keyword else []
+    command += ["--without", str(options.again.resolve())] if options.again else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of workers would outlive the tests
     environment.pop("TRITON_INTERPRET", None)
-    trouble, end = "", time.monotonic() + options.timeout
+    trouble, end = "", min(time.monotonic() + options.timeout, options.end)
+    if end < time.monotonic() + 1.0:
+        return {}, f"shard {shard}: no time was left for it"
     for attempt in range(TRIES):
         before = len(read(results))
         with log.open("a") as file:

@@ -24,6 +24,7 @@ UNKNOWN = 2.0  # seconds of a test that the log does not have
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", help="i/n: the i-th of n parts (from 0) of the tests; alone: those that need it all")
+    parser.addoption("--without", help="a log of scripts/test_gpu.py: what passed or was skipped there is not run")
     parser.addoption(
         "--results", help="a file of JSON lines: every test's start and outcome; what it names is not run"
     )
@@ -32,12 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard, results = config.getoption("shard"), config.getoption("results")
-    kept = items[:]
+    without = lines_of(Path(config.getoption("without")), "passed|skipped") if config.getoption("without") else {}
+    kept = [item for item in items if item.nodeid not in without]
     if shard == "alone":
-        kept = [item for item in items if item.get_closest_marker("alone") is not None]
+        kept = [item for item in kept if item.get_closest_marker("alone") is not None]
     elif shard:
         index, count = (int(number) for number in shard.split("/"))
-        parts = runs([item for item in items if item.get_closest_marker("alone") is None])
+        parts = runs([item for item in kept if item.get_closest_marker("alone") is None])
         kept = [item for part in even(parts, count)[index] for item in part]
     if results and Path(results).exists():
         done = {json.loads(line)["test"] for line in Path(results).read_text().splitlines()}
@@ -57,12 +59,15 @@ def runs(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     return found
 
 
+def lines_of(log: Path, outcomes: str) -> dict[str, float]:
+    """The tests of a log with these outcomes (a regular expression), and their seconds."""
+    matches = (re.match(rf"(?:{outcomes}) +([\d.]+)s  (.*?)(?:  |$)", line) for line in log.read_text().splitlines())
+    return {match[2]: float(match[1]) for match in matches if match}
+
+
 def even(parts: list[list[pytest.Item]], count: int) -> list[list[list[pytest.Item]]]:
     """The runs in shards that take about as long, by the times of the last log: longest first, to whom has least."""
-    times: dict[str, float] = {}
-    for line in LOG.read_text().splitlines() if LOG.exists() else ():
-        if match := re.match(r"passed +([\d.]+)s  (.*?)(?:  |$)", line):
-            times[match[2]] = float(match[1])
+    times = lines_of(LOG, "passed") if LOG.exists() else {}
     loads = sorted(
         ((sum(times.get(item.nodeid, UNKNOWN) for item in part), part) for part in parts), key=lambda t: -t[0]
     )

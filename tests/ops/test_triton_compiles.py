@@ -31,6 +31,7 @@ NAMES = {
     torch.int64: "i64",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+SHARED = {90: 227 * 1024, 86: 99 * 1024}  # bytes that one program may have, by compute capability
 
 
 def compile_kernel(kernel: Any, capability: int, values: dict[str, Any]) -> Any:
@@ -54,7 +55,10 @@ def compile_kernel(kernel: Any, capability: int, values: dict[str, Any]) -> Any:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
     options = {name: values[name] for name in OPTIONS if name in values}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    shared = compiled.metadata.shared
+    assert shared <= SHARED[capability], f"{kernel.fn.__name__} does not fit: {shared} bytes of shared memory"
+    return compiled
 
 
 @pytest.fixture(params=[90, 86], ids=["hopper", "ampere"])
@@ -113,9 +117,17 @@ CASES: dict[str, dict[str, Any]] = {
     "symmetric": {"dim": 64, "causal": False, "want_bias": True},
     "gradient_of_the_lse": {"dim": 64, "lse_gradient": True},
     "dropout": {"dim": 64, "dropout": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
+    "dropout_float32_256": {
+        "dim": 256,
+        "causal": False,
+        "dtype": torch.float32,
+        "dropout": 0.25,
+        "seed": torch.zeros((), dtype=torch.int64),
+    },
     "one_sided": {"dim": 64, "causal": False, "bias": sided},
     "bucket": {"dim": 64, "bias": bucket, "want_bias": True},
     "gates": {"dim": 64, "bias": gates, "want_bias": True},
+    "gates_256": {"dim": 256, "bias": gates, "want_bias": True},
     "gates_symmetric": {"dim": 128, "causal": False, "bias": gates_both_ways, "want_bias": True},
     "gates_float32_packed": {
         "dim": 64,

@@ -1,0 +1,179 @@
+"""What runs on a GPU in limited time: results that are kept as they come, failures that stop nothing, tests again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# A benchmark: writes its result after every part. Parts called bad raise, slow ones don't end, nor does their child.
+BENCHMARK = """
+import argparse, json, os, subprocess, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--parts", nargs="+")
+parser.add_argument("--commit")
+parser.add_argument("--out")
+options = parser.parse_args()
+results = {"about": {"machine": "M", "sources": os.environ.get("SOURCES", "s"), "commit": options.commit}}
+for part in options.parts:
+    print("begins", part, os.environ["TRITON_CACHE_DIR"])
+    if part == "bad":
+        raise ValueError("what went wrong")
+    if part == "slow":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("child", child.pid, flush=True)
+        time.sleep(60)
+    results[part] = [part]
+    open(options.out, "w").write(json.dumps(results))
+"""
+
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses ask for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With one kind of parts, the benchmark above."""
+    module = script("measure_gpu")
+    (tmp_path / "speed.py").write_text(BENCHMARK)
+    kind = module.Kind(
+        str(tmp_path / "speed.py"), {"one": 30, "two": 30, "bad": 30, "slow": 1}, "speed", module._named
+    )
+    monkeypatch.setattr(module, "KINDS", {"tests": module.KINDS["tests"], "speed": kind})
+    monkeypatch.setattr(module, "LEAST", 0.1)
+    return module
+
+
+def call(driver: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", "--out", str(out), "--commit", "c1", *words])
+    status: int = driver.main()
+    return status
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z" if Path("/proc/self/stat").exists() else True
+
+
+def test_a_part_that_fails_or_does_not_end_stops_nothing(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = ["speed:one", "speed:bad", "speed:two,slow=3", "speed:two"]
+    assert call(driver, monkeypatch, tmp_path / "out", "--parts", *parts) == 1
+    rows = (tmp_path / "out/summary.txt").read_text().splitlines()[1:]
+    assert [row.split("  ")[0].strip() for row in rows] == ["speed:one", "speed:bad", "speed:two,slow", "speed:two"]
+    for row, outcome in zip(rows, ("ok", "failed", "out of time", "ok"), strict=True):
+        assert f"  {outcome}" in row
+    assert "ValueError: what went wrong" in rows[1]
+    assert rows[1] in capsys.readouterr().out
+    result = json.loads((tmp_path / "out/speed.json").read_text())
+    assert result["one"] == ["one"]
+    assert result["two"] == ["two"], "what a part had written before its time was over is kept"
+    log = (tmp_path / "out/speed.two+slow.log").read_text().split()
+    assert str(tmp_path / "out/caches/triton") in log
+    child = int(log[log.index("child") + 1])
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def test_a_second_call_adds_to_the_first_unless_the_code_is_another(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert call(driver, monkeypatch, out, "--parts", "speed:one") == 0
+    assert call(driver, monkeypatch, out, "--parts", "speed:two") == 0
+    assert set(json.loads((out / "speed.json").read_text())) == {"about", "one", "two"}
+    monkeypatch.setenv("SOURCES", "of other code")
+    assert call(driver, monkeypatch, out, "--parts", "speed:two") == 0
+    assert set(json.loads((out / "speed.json").read_text())) == {"about", "two"}
+
+
+def test_what_has_no_time_left_does_not_begin(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(driver, monkeypatch, tmp_path / "out", "--limit", "0", "--parts", "speed:one") == 1
+    assert "not started" in (tmp_path / "out/summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [("sped", "no part 'sped': choose from tests, speed"), ("speed:three", "no part 'three'")]
+)
+def test_an_unknown_part_is_refused_before_anything_runs(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        call(driver, monkeypatch, tmp_path / "out", "--parts", "speed:one", part)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_parts_are_parts_of_the_benchmarks() -> None:
+    """The names and limits are written down here and there."""
+    module = script("measure_gpu")
+    for kind in module.KINDS.values():
+        text = (ROOT / kind.script).read_text()
+        assert all(f'"{part}"' in text for part in kind.limits if part and kind is not module.KINDS["tests"])
+    assert module.parsed("models:decoding=7").limit == 7.0
+    assert module.parsed("tests:bounded,decay").limit == 240.0
+    assert module.KINDS["tests"].arguments(["bounded"]) == ["tests/gpu/test_bounded.py"]
+
+
+@pytest.fixture
+def tests_driver() -> ModuleType:
+    module: ModuleType = script("test_gpu")
+    return module
+
+
+LOG = """GPU G; torch 2; commit {commit}; sources {sources}
+failed      1.00s  tests/gpu/test_b.py::test_b[x y]
+passed     12.34s  tests/gpu/test_a.py::test_a[{{'t': 0.0}}-1]  rows 611,720, forward 0.418433
+skipped     0.00s  tests/gpu/test_c.py::test_c
+
+== tests/gpu/test_b.py::test_b[x y]
+passed 3 of 4
+1 passed, 1 failed, 1 skipped in 14 s
+"""
+
+
+def test_what_passed_before_counts_if_it_was_of_the_same_code(tests_driver: Any, tmp_path: Path) -> None:
+    log, about = tmp_path / "log.txt", "GPU G; torch 2; commit def; sources 123"
+    log.write_text(LOG.format(commit="abc", sources="123"))
+    done = tests_driver.done_before(log, about)
+    assert list(done) == ["tests/gpu/test_a.py::test_a[{'t': 0.0}-1]", "tests/gpu/test_c.py::test_c"]
+    first = done["tests/gpu/test_a.py::test_a[{'t': 0.0}-1]"]
+    assert first == {"outcome": "passed", "seconds": 12.34, "numbers": {"rows": 611720.0, "forward": 0.418433}}
+    log.write_text(LOG.format(commit="def", sources="456"))
+    assert tests_driver.done_before(log, about) == {}
+
+
+def test_only_what_failed_or_did_not_run_is_run_again(tmp_path: Path) -> None:
+    def collected(*words: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.shards", "--collect-only", *words]
+        done = subprocess.run([*command, "tests/gpu/test_windows.py"], cwd=ROOT, capture_output=True, text=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    tests = collected()
+    assert len(tests) > 3
+    outcomes = ["passed", "failed", "skipped", *["crashed"] * (len(tests) - 4)]  # the last one never ran
+    lines = [f"{outcome:8} {1.0:7.2f}s  {test}" for outcome, test in zip(outcomes, tests, strict=False)]
+    log = tmp_path / "log.txt"
+    log.write_text("\n".join(["GPU G", *lines, ""]))
+    assert collected("--without", str(log)) == [tests[1], *tests[3:]]
