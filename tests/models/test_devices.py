@@ -34,6 +34,7 @@ from trainshort.positions import POSITIONS, Position
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu"),
     pytest.mark.skipif(INTERPRETED, reason="the interpreter computes, and here is nothing to compute with"),
 ]
 
@@ -87,12 +88,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(linear, "_is_plain", lambda layer: True)  # fake weights have a type of their own
     # Everybody has imported the function itself. Fake tensors are to be taken for some that are computed right now.
     monkeypatch.setattr(tracing.is_eager, "__code__", (lambda *tensors: True).__code__)
-    CACHE.clear()
-    tuning.tiles_for.cache_clear()
+
+    def forget() -> None:
+        CACHE.clear()
+        tuning.tiles_for.cache_clear()
+        config._numbers.cache_clear()
+
+    forget()
     with device_guard(), FakeTensorMode(), torch.no_grad():
         yield found
-    CACHE.clear()
-    tuning.tiles_for.cache_clear()
+    forget()
 
 
 def steps(position: str, padded: bool = False, **changes: Any) -> None:
