@@ -38,6 +38,7 @@ MEASURED = {  # by the name of the result's file, without its ending
     "decay_gpu": ON_GPU,
     "demo": (*ON_CPU, *RUNS, "trainshort/evaluation/*.py", "trainshort/experiments/*.py"),
     "distributed": (*ON_CPU, *ON_GPU, *RUNS),
+    "distributed_gpu": (*ON_CPU, *ON_GPU, *RUNS),
     "evaluation_cpu": (*ON_CPU, *MODELS, "trainshort/evaluation/*.py"),
     "models_cpu": (*ON_CPU, *MODELS),
     "models_gpu": (*ON_GPU, *MODELS),

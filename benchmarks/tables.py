@@ -272,6 +272,52 @@ def context_parallel() -> str:
     return "\n".join(lines) + "\n"
 
 
+def distributed(name: str = "distributed") -> str:
+    if not (RESULTS / f"{name}.json").exists():
+        return "Not measured yet for this version.\n"
+    data = json.loads((RESULTS / f"{name}.json").read_text())
+    lines = ["| processes | tokens a second | times one plain process |", "| --- | ---: | ---: |"]
+    for record in data["records"]:
+        kind, _, count = record["name"].partition(", ")
+        shown = f"{count}, {kind}" if count else "1, without torchrun"
+        lines.append(f"| {shown} | {record['tokens_per_second']:,} | **{record['times_plain']:.2f}×** |")
+    about = data["about"]
+    waited = max(record["waiting"] or 0.0 for record in data["records"])
+    busy = f"; the machine was loaded, threads waited {waited:.0%} of the time for cores" if waited > 0.1 else ""
+    lines += ["", f"{about['machine']} a process; torch {about['torch']}, {version(name)}{busy}. `{about['flags']}`"]
+    return "\n".join(lines) + "\n"
+
+
+def distributed_gpu() -> str:
+    return distributed("distributed_gpu")
+
+
+def decay_gpu() -> str:
+    """Gates beside slopes in the same kernels."""
+    if not (RESULTS / "decay_gpu.json").exists():
+        return "Not measured yet for this version.\n"
+    data = json.loads((RESULTS / "decay_gpu.json").read_text())
+    lines = [
+        "| head_dim | length | slopes, ms | constant gates | their kernels alone | gates as FoX has them, ms | "
+        "tiles visited, forward, backward |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["training"]:
+        ms = {name: times["both_gpu"] for name, times in record["ms"].items()}
+        kept = record["kept"]["FoX"]
+        lines.append(
+            f"| {record['dim']} | {record['length']:,} | {ms['slopes']:.2f} | **{ms['gates'] / ms['slopes']:.2f}×** | "
+            f"{ms['gates, kernels'] / ms['slopes']:.2f}× | {ms['FoX']:.2f} | {kept['kept']:.1%}, "
+            f"{kept['kept_backward']:.1%} |"
+        )
+    lines += ["", "| one token after 65,536, rows | slopes, µs | constant gates, µs | gates as FoX has them, µs |"]
+    lines += ["| ---: | ---: | ---: | ---: |"]
+    for record in data["decoding"]:
+        times = " | ".join(f"{record['ms'][name] * 1e3:,.0f}" for name in ("slopes", "gates", "FoX"))
+        lines.append(f"| {record['batch']} | {times} |")
+    return "\n".join([*lines, "", _machine_of("decay_gpu", data)]) + "\n"
+
+
 def public_gpu() -> str:
     if not (RESULTS / "public_gpu.json").exists():
         return "Not measured yet for this version.\n"
@@ -314,6 +360,9 @@ TABLES = {
     "models_bounded": models_bounded,
     "attention_gpu": attention_gpu,
     "context_parallel": context_parallel,
+    "decay_gpu": decay_gpu,
+    "distributed": distributed,
+    "distributed_gpu": distributed_gpu,
     "decoding_gpu": decoding_gpu,
     "buckets_gpu": buckets_gpu,
     "headline": headline,

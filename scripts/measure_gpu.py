@@ -75,7 +75,7 @@ KINDS = {
         "benchmarks/public_gpu.py", {"bloom": 120, "mpt": 150, "decoding": 150, "compiled": 150}, "public_gpu", _named
     ),
     "distributed": Kind(
-        "benchmarks/distributed.py", {"": 300}, "distributed", lambda parts: ["cuda", "--repeats", "1"]
+        "benchmarks/distributed.py", {"": 300}, "distributed_gpu", lambda parts: ["cuda", "--repeats", "1"]
     ),
     "context": Kind("benchmarks/context_parallel.py", {"": 90}, "context_parallel", lambda parts: ["--gpu"]),
 }
