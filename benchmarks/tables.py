@@ -304,10 +304,10 @@ def decay_gpu() -> str:
     ]
     for record in data["training"]:
         ms = {name: times["both_gpu"] for name, times in record["ms"].items()}
-        kept = record["kept"]["FoX"]
+        kept, slopes = record["kept"]["FoX"], ms["slopes"]
         lines.append(
-            f"| {record['dim']} | {record['length']:,} | {ms['slopes']:.2f} | **{ms['gates'] / ms['slopes']:.2f}×** | "
-            f"{ms['gates, kernels'] / ms['slopes']:.2f}× | {ms['FoX']:.2f} | {kept['kept']:.1%}, "
+            f"| {record['dim']} | {record['length']:,} | {slopes:.2f} | **{ms['gates'] / slopes:.2f}×** | "
+            f"{ms['gates, kernels'] / slopes:.2f}× | {ms['FoX']:.2f} | {kept['kept']:.1%}, "
             f"{kept['kept_backward']:.1%} |"
         )
     lines += ["", "| one token after 65,536, rows | slopes, µs | constant gates, µs | gates as FoX has them, µs |"]
