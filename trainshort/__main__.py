@@ -1,8 +1,6 @@
 """`python -m trainshort` is `trainshort`."""
 
-import sys
-
-from trainshort.cli.main import main
+from trainshort.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start()

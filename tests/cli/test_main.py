@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pydoc
 import shlex
 import subprocess
@@ -229,11 +230,35 @@ def test_the_exit_status_of_a_command_is_that_of_the_program(
 
 
 def test_the_installed_program_fails_without_a_traceback() -> None:
-    code = "import sys; from trainshort.cli.main import main; sys.exit(main())"
+    code = "from trainshort.cli.main import start; start()"
     result = subprocess.run([sys.executable, "-c", code, "evaluate", "nowhere"], capture_output=True, text=True)
     assert result.returncode == 1
     what = "evaluate takes one that train wrote, or a public model's"
     assert result.stderr.strip() == f"trainshort evaluate: nowhere: no such folder; {what}"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "out", "error"),
+    [
+        (["--version"], 0, "trainshort ", ""),
+        (["evaluate", "nowhere"], 1, "", "no such folder"),
+        (["evaluate", "nowhere", "--debug"], 1, "", "Traceback"),
+    ],
+)
+def test_a_process_of_torchrun_ends_with_its_command(words: list[str], status: int, out: str, error: str) -> None:
+    """Whatever threads a library has left running: torchrun waits for the process."""
+    code = (
+        "import atexit, threading, time\nfrom trainshort.cli.main import start\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\natexit.register(print, 'at exit')\nstart()"
+    )
+    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=30, env=launched
+    )
+    assert result.returncode == status
+    assert result.stdout.startswith(out)
+    assert result.stdout.endswith("at exit\n")
+    assert error in result.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

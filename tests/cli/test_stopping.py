@@ -94,6 +94,23 @@ sys.exit(main(["prepare", {str(tmp_path / "book.txt")!r}, "--out", {str(tmp_path
     assert error.strip().endswith("holds no data yet: the same command starts again from the beginning")
 
 
+def test_a_command_ends_before_processes_that_it_forked() -> None:
+    """They have copies of whatever pipes it had opened."""
+    code = """
+import os, time
+from trainshort.cli.stopping import terminable
+with terminable("train"):
+    if not os.fork():
+        time.sleep(60)
+os._exit(0)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        try:
+            assert process.wait(timeout=30) == 0
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_evaluate(capsys: Capture, untrained: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     run = shutil.copytree(untrained, tmp_path / "run")
     monkeypatch.setattr(evaluate_module, "_at_length", terminated_at(3, evaluate_module._at_length))

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Any
 
 from safetensors import torch as safetensors_torch
 
-from trainshort.cli.main import main
+from trainshort.cli.main import start
 from trainshort.models import LanguageModel
 
 
@@ -63,4 +62,4 @@ if __name__ == "__main__":
     rank, place, number = os.environ["FAULT"].split()
     if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         {"step": die_in_step, "write": die_in_write}[place](int(number))
-    sys.exit(main(sys.argv[1:]))
+    start()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,16 +36,31 @@ class Ended:
 
 def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str) -> Ended:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1"}
     began = time.monotonic()
-    done = subprocess.run(
+    job = subprocess.Popen(
         [*command, f"--max-restarts={restarts}", "-m", *words],
         env={**os.environ, **own, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT,
     )
-    return Ended(done.returncode, done.stderr, time.monotonic() - began)
+    try:
+        _, errors = job.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"still running after {LIMIT} seconds:\n{_where_it_is(job)}") from None
+    return Ended(job.returncode, errors, time.monotonic() - began)
+
+
+def _where_it_is(job: subprocess.Popen[str]) -> str:
+    """End a job that is stuck. What it wrote, and where each of its processes was, by thread."""
+    ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    for process in (job.pid, *ranks):  # torchrun first: it would end the others
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGABRT)  # Python's faulthandler tells all threads
+            time.sleep(1)  # one after the other
+    job.kill()
+    return "".join(job.communicate())
 
 
 def pretend_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from trainshort.cli.errors import INTERRUPTED
 
 GRACE = 5.0  # seconds that Python has to notice
+END = bytes(1)  # no signal has this number
 STATUS = 128 + signal.SIGTERM  # what shells expect of a program that a signal ended
 
 _told: list[Callable[[], str]] = []  # what is to be said at this moment, the innermost last
@@ -74,13 +75,15 @@ def terminable(name: str) -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         if signal.getsignal(signal.SIGTERM) is stop:  # who wants it otherwise from now on, has said so
             signal.signal(signal.SIGTERM, before)
-        os.close(writing)  # ends the thread
+        with contextlib.suppress(BlockingIOError):
+            os.write(writing, END)
+        os.close(writing)  # would be enough, if no forked process had a copy of it
         watch.join()
 
 
 def _watch(reading: int, stop: object, noticed: threading.Event, name: str) -> None:
     with open(reading, "rb", buffering=0) as signals:
-        while number := signals.read(1):
+        while (number := signals.read(1)) not in (b"", END):
             mine = number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is stop
             if mine and not noticed.wait(GRACE):
                 text = _told[-1]() if _told else "stopped"
