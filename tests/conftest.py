@@ -20,7 +20,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of the cases of one test, `make test` runs the first and every so many after it. Triton's interpreter is slow.
 SAMPLED = {
     "ops": 32 if INTERPRETED else 6,
-    "models/test_compile.py": 4,
+    "models/test_compile.py": 8,
+    "models/public/test_convert.py": 4,
     "models/test_overfit.py": 4,
     "models": 2,
     "training": 3,

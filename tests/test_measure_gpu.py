@@ -164,6 +164,7 @@ def test_what_passed_before_counts_if_it_was_of_the_same_code(tests_driver: Any,
     assert tests_driver.done_before(log, about) == {}
 
 
+@pytest.mark.slow
 def test_only_what_failed_or_did_not_run_is_run_again(tmp_path: Path) -> None:
     def collected(*words: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.shards", "--collect-only", *words]

@@ -92,6 +92,7 @@ def test_methods_with_options_stand_beside_those_without(data: Path, tmp_path: P
         compare(small(data, tmp_path, positions=("alibi:biased_head=1",)), QUIET)
 
 
+@pytest.mark.slow
 def test_all_training_lengths_are_tested_on_the_same_tokens(data: Path, tmp_path: Path) -> None:
     """Though whole windows of the longest length of each would be 896 and 864 tokens."""
     config = small(
@@ -166,6 +167,7 @@ def other_data(folder: Path) -> Path:
     return prepare(PrepareConfig(sources=sources, out=str(folder / "other"), workers=1), progress=False)
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_other_data_leaves_the_table_as_it_was(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_an_evaluation_on_other_data_leaves_the_table_as_it_was(
     assert str(other) in (out / "report" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_of_a_comparison_extends_it(data: Path, tmp_path: Path) -> None:
     first = compare(small(data, tmp_path, positions=("alibi", "none"), seeds=(0, 1)))
     part = compare(small(data, tmp_path, positions=("none", "t5")))

@@ -64,6 +64,7 @@ def test_together_or_one_by_one_the_runs_are_the_same(
             assert left["nll_sum"] == pytest.approx(right["nll_sum"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_the_run(data: Path, tmp_path: Path) -> None:
     good = TrainConfig(data=str(data), out=str(tmp_path / "good"), length=16, batch_tokens=64, steps=2)
     bad = TrainConfig(data=str(data), out=str(tmp_path / "bad"), length=16, batch_tokens=64, position="rotery")

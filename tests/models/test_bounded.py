@@ -358,6 +358,7 @@ def test_teacher_forcing_over_many_tokens(kind: str) -> None:
     assert cache.report().share_of_keys < 0.1
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     model, tokens = language_model(**STEEP), random_tokens(1, 12_000)
     cache = bounded_cache(model, 1)

@@ -168,6 +168,7 @@ def test_what_would_not_end_in_time_is_not_begun(
     assert runner.packed() == {"a/short"}
 
 
+@pytest.mark.slow
 def test_a_unit_that_is_cut_off_or_breaks_costs_no_other(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_save_may_be_the_last(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.training.crash", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True, timeout=120)

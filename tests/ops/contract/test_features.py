@@ -167,6 +167,7 @@ def test_future_slopes_by_row_after_plain_ones(place: Place) -> None:
         place.check(case)
 
 
+@slow_in_interpreter
 def test_alibi_attention_is_attention_with_a_linear_bias(place: Place) -> None:
     case = place.case(queries=150, heads=6)
     case = replace(case, slopes=ts.alibi_slopes(6, place.device))

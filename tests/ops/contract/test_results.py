@@ -256,6 +256,7 @@ def test_parts_can_be_merged(dtype: torch.dtype, place: Place) -> None:
         torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
 
 
+@slow_in_interpreter
 def test_one_query(place: Place) -> None:
     """A step of decoding, which has paths of its own."""
     for features in ({}, {"batch": 2, "heads": 4, "kv_heads": 2}):

@@ -130,6 +130,7 @@ def test_compiled_decoding(place: Place) -> None:
             assert torch.equal(attend(case), case.attend(place.backend))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 @at("blocked", "auto", "triton_gpu", "blocked_gpu")
 def test_compiled_by_inductor(place: Place) -> None:
@@ -411,6 +412,7 @@ def test_forward_mode_is_refused(queries: int, place: Place) -> None:
             of_queries(case, place)(dual)
 
 
+@slow_in_interpreter
 @at(*WITH_WINDOWS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_traced_by_torch_jit(place: Place) -> None:

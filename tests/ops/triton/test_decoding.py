@@ -11,6 +11,7 @@ from tests.ops.contract.places import PLACES
 from tests.ops.contract.test_decoding import assert_output_within_budget, cache, with_norms
 
 
+@pytest.mark.slow
 def test_as_many_splits_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainshort.ops.triton import launch
 

@@ -207,6 +207,7 @@ def tiny(position: str = "alibi") -> ts.LanguageModel:
     return language_model(position, num_layers=1, num_heads=2, d_model=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["alibi", "rotary"])
 @pytest.mark.parametrize(
     "options",

@@ -82,6 +82,7 @@ def test_windows_are_small_where_they_should_be() -> None:
         assert int(kept.sum(-1).max()) <= (256 if causal else 384)
 
 
+@pytest.mark.slow
 def test_what_mattered_is_less_than_what_could() -> None:
     for causal in (True, False):
         about = {"dim": 64, "slopes": torch.tensor([0.15, 0.1]), "causal": causal, "tolerance": 2.0**-14}
@@ -131,6 +132,7 @@ def test_positions_far_from_the_keys(start: int, by_row: bool) -> None:
         torch.testing.assert_close(far.attend("triton"), near.attend("triton"), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tolerance", [5e-324, 1e-322, 1e-38])
 def test_the_smallest_tolerances(tolerance: float) -> None:
     case = PLACE.case(queries=400, slopes=PLACE.steep, tolerance=tolerance)
