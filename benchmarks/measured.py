@@ -35,6 +35,7 @@ MEASURED = {  # by the name of the result's file, without its ending
     "attention_gpu": ON_GPU,
     "bounded": (*ON_CPU, *ON_GPU, *MODELS),
     "context_parallel": (*ON_CPU, "trainshort/ops/context/*.py"),
+    "decay_cpu": ON_CPU,
     "decay_gpu": ON_GPU,
     "demo": (*ON_CPU, *RUNS, "trainshort/evaluation/*.py", "trainshort/experiments/*.py"),
     "distributed": (*ON_CPU, *ON_GPU, *RUNS),

@@ -292,6 +292,29 @@ def distributed_gpu() -> str:
     return distributed("distributed_gpu")
 
 
+def decay_cpu() -> str:
+    """Gates and times beside slopes, in the same passes."""
+    if not (RESULTS / "decay_cpu.json").exists():
+        return "Not measured yet for this version.\n"
+    data = json.loads((RESULTS / "decay_cpu.json").read_text())
+    names = ("gates", "times", "FoX")
+    lines = [
+        "| length | slopes, ms: forward, both | constant gates | whole seconds | gates as FoX has them | "
+        "key blocks kept: slopes, FoX |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        forward, both, kept = record["forward_ms"], record["both_ms"], record["kept"]
+        shown = [f"{forward[name] / forward['slopes']:.2f}×, {both[name] / both['slopes']:.2f}×" for name in names]
+        lines.append(
+            f"| {record['length']:,} | {forward['slopes']:,.0f}, {both['slopes']:,.0f} | {' | '.join(shown)} | "
+            f"{kept['slopes']:.1%}, {kept['FoX']:.1%} |"
+        )
+    about = data["about"]
+    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, {version('decay_cpu')}."]
+    return "\n".join(lines) + "\n"
+
+
 def decay_gpu() -> str:
     """Gates beside slopes in the same kernels."""
     if not (RESULTS / "decay_gpu.json").exists():
@@ -360,6 +383,7 @@ TABLES = {
     "models_bounded": models_bounded,
     "attention_gpu": attention_gpu,
     "context_parallel": context_parallel,
+    "decay_cpu": decay_cpu,
     "decay_gpu": decay_gpu,
     "distributed": distributed,
     "distributed_gpu": distributed_gpu,
