@@ -187,6 +187,17 @@ def test_alibi_bias_max(tmp_path: Path, most: float) -> None:
     assert model.config.clip_qkv == 6
 
 
+def test_the_original_names_of_an_mpt(tmp_path: Path) -> None:
+    """Its own code calls the epsilon of norms norm_eps, and takes fractions as the ratio of widths."""
+    theirs = mpt(6, layer_norm_epsilon=0.1)
+    theirs.save_pretrained(tmp_path)
+    change_config(tmp_path, layer_norm_epsilon=None, norm_eps=0.1, expansion_ratio=4.01)
+    tokens, model = random_tokens(1, SHORT, vocabulary=VOCABULARY), loaded(tmp_path)
+    assert model.config.d_ff == 192
+    with torch.no_grad():
+        assert_same_logits(model(tokens), their_logits(theirs, tokens))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     """As stored unless asked for; slopes are float32 always."""
