@@ -211,6 +211,32 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     assert model.head.weight is model.trunk.embedding.weight
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "auto"}, torch.float32),
+        ({"dtype": None}, torch.float32),
+    ],
+    ids=str,
+)
+def test_stored_dtypes_that_differ(tmp_path: Path, named: dict[str, Any], wanted: torch.dtype) -> None:
+    """16-bit matrices, float32 norms and biases: a model of one dtype, which runs."""
+    theirs = bloom(6)
+    theirs.save_pretrained(tmp_path)
+    change_config(tmp_path, **named)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load(path.read_bytes())
+    mixed = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(mixed, path)
+    model, tokens = loaded(tmp_path), random_tokens(1, SHORT, vocabulary=VOCABULARY)
+    assert {tensor.dtype for tensor in model.parameters()} == {wanted}
+    expected = loaded(tmp_path, dtype=wanted)(tokens)
+    assert torch.equal(model(tokens), expected)
+    assert {tensor.dtype for tensor in loaded(tmp_path, dtype=torch.float64).parameters()} == {torch.float64}
+
+
 def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     theirs = bloom(6)
     theirs.save_pretrained(tmp_path)

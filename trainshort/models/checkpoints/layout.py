@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainshort.common.messages import shown
+from trainshort.models.checkpoints.fields import Fields
 from trainshort.models.checkpoints.shards import Stored, Weights
-from trainshort.models.checkpoints.weights import stored_tensors
+from trainshort.models.checkpoints.weights import DTYPES, stored_tensors
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
@@ -80,14 +80,14 @@ def without_prefix(weights: Weights, prefix: str) -> Weights:
 def load_layout(
     layout: Layout,
     weights: Weights,
-    where: Path,
+    fields: Fields,
     *,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     position_options: Mapping[str, Any],
 ) -> LanguageModel | Encoder:
-    """The model of a layout with its weights. where: the config, for errors. dtype None: each tensor as stored."""
-    config = layout.config
+    """The model of a layout with its weights. fields: of its config. dtype None: see `_stored_dtype`."""
+    config, where = layout.config, fields.path
     if position_options:
         config = replace(config, position_options={**config.position_options, **position_options})
     if config.num_layers > len(weights.tensors):
@@ -104,6 +104,7 @@ def load_layout(
     sources = {name: source_of(layout.modules, name) for name in targets}
     _compare(layout, weights, sources, targets)
     _check_copies(layout, weights)
+    dtype = dtype or _stored_dtype(sources.values(), weights, fields)
     with torch.no_grad():
         filled = {name: _filled(sources[name], targets[name], weights, dtype, device) for name in targets}
     model.load_state_dict(filled, strict=False, assign=True)  # tied tensors have one name here, and two there
@@ -150,16 +151,23 @@ def _check_shape(stored: Stored, shape: tuple[int, ...]) -> None:
     _ = stored.dtype  # refuses what is no weight
 
 
+def _stored_dtype(sources: Iterable[Source], weights: Weights, fields: Fields) -> torch.dtype:
+    """That of the file. Where tensors differ, norms say, the one that the config names, or one that holds all."""
+    stored = {weights.tensors[name].dtype for source in sources for name in source.names}
+    named = fields.values.get("dtype") or fields.values.get("torch_dtype")
+    known = [each for each in DTYPES.values() if str(each).removeprefix("torch.") == named]
+    return known[0] if known and len(stored) > 1 else reduce(torch.promote_types, stored)
+
+
 def _filled(
     source: Source,
     target: Tensor,
     weights: Weights,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:
     """A tensor of ours, from those of the file, one by one."""
     stored = [weights.tensors[name] for name in source.names]
-    dtype = dtype or reduce(torch.promote_types, (each.dtype for each in stored))
     filled = torch.empty(target.shape, dtype=dtype, device=device or "cpu")
     start = 0
     for each in stored:
