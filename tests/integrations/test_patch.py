@@ -68,6 +68,21 @@ def test_gradients(pair: tuple[Any, Any]) -> None:
         parameters[name].grad = parameter.grad = None
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_of_rows_padded_on_the_left(family: str) -> None:
+    """The first real token of a row has the label -100 too: what predicts it sees padding alone."""
+    stock = FAMILIES[family]()
+    patched, (tokens, mask) = patched_like(stock), padded("left", 60)
+    labels = tokens.masked_fill(~mask, -100)
+    labels[torch.arange(2), mask.long().argmax(1)] = -100
+    expected = stock(tokens, attention_mask=mask.float(), labels=labels).loss
+    found = patched(tokens, attention_mask=mask, labels=labels).loss
+    assert_same(found.detach(), expected.detach())
+    gradients = torch.autograd.grad(expected, stock.parameters()), torch.autograd.grad(found, patched.parameters())
+    for one, other in zip(*gradients, strict=True):
+        assert_same(other, one, of=3e-5)
+
+
 @pytest.mark.parametrize("sizes", [[40, 1, 1, 8, 10], [1, 1, 58]], ids=str)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_with_a_cache(pair: tuple[Any, Any], cache: str, sizes: list[int]) -> None:
