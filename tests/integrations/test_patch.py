@@ -210,6 +210,17 @@ def test_what_cannot_be_computed_is_refused(family: str) -> None:
                 patched(tokens, attention_mask=torch.ones(1, wrong), use_cache=use_cache)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_static_cache(family: str) -> None:
+    """Told as such where the mask is right."""
+    patched, (tokens, mask) = ts.patch(FAMILIES[family]()), padded("left", 30)
+    past = transformers.StaticCache(config=patched.config, max_cache_len=34)
+    patched(tokens, attention_mask=mask, past_key_values=past)
+    longer = torch.nn.functional.pad(mask, (0, 5), value=True)
+    with refuses(ValueError, "the cache has room for 34 tokens, and 35 are to go into it", "max_cache_len"):
+        patched(tokens[:, :5], attention_mask=longer, past_key_values=past)
+
+
 def test_a_cache_that_forgets_is_refused() -> None:
     patched = ts.patch(FAMILIES["bloom"]())
     past = transformers.DynamicCache()
