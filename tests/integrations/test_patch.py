@@ -217,7 +217,7 @@ def test_a_full_static_cache(family: str) -> None:
     past = transformers.StaticCache(config=patched.config, max_cache_len=34)
     patched(tokens, attention_mask=mask, past_key_values=past)
     longer = torch.nn.functional.pad(mask, (0, 5), value=True)
-    with refuses(ValueError, "the cache has room for 34 tokens, and 35 are to go into it", "max_cache_len"):
+    with refuses(ValueError, "the cache has room for 34 tokens, and 35 are to go there", "max_cache_len"):
         patched(tokens[:, :5], attention_mask=longer, past_key_values=past)
 
 

@@ -57,7 +57,7 @@ def _check_width(width: int, seen: int | Tensor, keys: int) -> None:
         seen = width
     if width == seen > keys:
         raise ValueError(
-            f"the cache has room for {keys} tokens, and {width} are to go into it: make one with a larger max_cache_len"
+            f"the cache has room for {keys} tokens, and {width} are to go there: make one with a larger max_cache_len"
         )
     if seen > keys or width not in (seen, keys):
         raise ValueError(

@@ -105,6 +105,14 @@ def test_one_truncated_file_of_several(tmp_path: Path) -> None:
     assert_refused(tmp_path, name, "not a whole safetensors file")
 
 
+@pytest.mark.usefixtures("nothing_filled")
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, BAICHUAN, baichuan_tensors())
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:17a5\nsize 1118459450\n")
+    assert_refused(tmp_path, name, "a pointer of git-lfs", "run git lfs pull")
+
+
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / INDEX
     index = json.loads(path.read_text())
