@@ -136,9 +136,14 @@ def test_an_index_and_its_files_that_do_not_go_together(tmp_path: Path) -> None:
     write_folder(tmp_path, BAICHUAN, baichuan_tensors(), files=2)
     first, second = (f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
     whole = (tmp_path / INDEX).read_text()
-    wrong = second if json.loads(whole)["weight_map"][NORM] == first else first
+    right = json.loads(whole)["weight_map"][NORM]
+    wrong = second if right == first else first
     change_index(tmp_path, lambda index: index["weight_map"].update({NORM: wrong}))
     assert_refused(tmp_path, wrong, f"tensor {NORM!r} is missing", INDEX)
+    for change in (lambda index: index["weight_map"].pop(NORM), lambda index: index.update(weight_map={NORM: right})):
+        (tmp_path / INDEX).write_text(whole)
+        change_index(tmp_path, change)
+        assert_refused(tmp_path, right, "has the tensor", INDEX)
     (tmp_path / INDEX).write_text(whole)
     (tmp_path / second).rename(tmp_path / "elsewhere")
     assert_refused(tmp_path, second, "no such file")

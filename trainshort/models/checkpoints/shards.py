@@ -81,6 +81,13 @@ def _indexed(index: Path) -> dict[str, Stored]:
     for tensor, file in places.items():
         if tensor not in headers[file]:
             raise ValueError(f"{index.with_name(file)}: tensor {shown(tensor)} is missing; {index.name} names it")
+    for file, header in headers.items():
+        for tensor in header:
+            if places.get(tensor) != file:
+                raise ValueError(
+                    f"{index.with_name(file)}: has the tensor {shown(tensor)}, and {index.name} does not: they "
+                    "are not of one model; copy or download both again"
+                )
     return {tensor: Stored(index.with_name(file), tensor, *headers[file][tensor]) for tensor, file in places.items()}
 
 
