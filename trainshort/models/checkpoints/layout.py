@@ -184,8 +184,16 @@ def _check_copies(layout: Layout, weights: Weights) -> None:
         if copy not in weights.tensors or original not in weights.tensors:
             continue
         first, second = weights.tensors[original], weights.tensors[copy]
-        if not torch.equal(first.read(), second.read()):
+        if not _same(first.read(), second.read()):
+            advice = "; set tie_word_embeddings to false if they are two" if layout.config.causal else ""
             raise ValueError(
-                f"{second.file}: tensor {shown(second.name)} is not the same as {shown(first.name)}, but the config "
-                "ties them; set tie_word_embeddings to false if they are two"
+                f"{second.file}: tensor {shown(second.name)} is not the same as {shown(first.name)}, but the model "
+                f"has one tensor for both{advice}"
             )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Equal numbers, or equal bits: NaN is no number."""
+    if torch.equal(first, second):
+        return True
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))

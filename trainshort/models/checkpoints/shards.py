@@ -85,8 +85,8 @@ def _indexed(index: Path) -> dict[str, Stored]:
         for tensor in header:
             if places.get(tensor) != file:
                 raise ValueError(
-                    f"{index.with_name(file)}: has the tensor {shown(tensor)}, and {index.name} does not: they "
-                    "are not of one model; copy or download both again"
+                    f"{index.with_name(file)}: has the tensor {shown(tensor)}, which {index.name} does not place "
+                    "there: they are not of one model; copy or download both again"
                 )
     return {tensor: Stored(index.with_name(file), tensor, *headers[file][tensor]) for tensor, file in places.items()}
 
