@@ -69,7 +69,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda tensors: tensors.pop(NORM), ("'layers.1.input_layernorm.weight' is missing", "(1 in all)")),
+        (lambda tensors: tensors.pop(NORM), (f"{NORM!r} is missing (1 in all)",)),
         (lambda tensors: tensors.pop("lm_head.weight"), ("'lm_head.weight' is missing",)),
         (lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}), ("'model.extra.weight' is not in",)),
         (lambda tensors: tensors.update({NORM: torch.ones(49)}), (f"{NORM!r} is [49], the config wants [48]",)),
@@ -86,6 +86,14 @@ def test_wrong_tensors(tmp_path: Path, change: Change, parts: tuple[str, ...]) -
     tensors = baichuan_tensors()
     change(tensors)
     assert_refused(write_folder(tmp_path, BAICHUAN, tensors), "model.safetensors", *parts)
+
+
+@pytest.mark.usefixtures("nothing_filled")
+def test_names_of_another_model(tmp_path: Path) -> None:
+    """Where most tensors are missing, the error shows a name that is there."""
+    tensors = {f"module.{name}": tensor for name, tensor in mosaic_tensors().items()}
+    shown = "it has 'module.bert.embeddings.LayerNorm.bias'"
+    assert_refused(write_folder(tmp_path, MOSAIC, tensors), "model.safetensors", "(26 in all)", shown)
 
 
 @pytest.mark.usefixtures("nothing_filled")

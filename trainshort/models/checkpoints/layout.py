@@ -74,7 +74,7 @@ def without_prefix(weights: Weights, prefix: str) -> Weights:
         if short in plain:
             raise ValueError(f"{weights.path}: has the tensor {shown(short)} with and without the prefix {prefix!r}")
         plain[short] = stored
-    return Weights(weights.path, plain)
+    return Weights(weights.path, plain, prefix if plain.keys() != weights.tensors.keys() else "")
 
 
 def load_layout(
@@ -126,8 +126,8 @@ def _compare(layout: Layout, weights: Weights, sources: Mapping[str, Source], ta
     """Refuse tensors that are missing, that nothing reads, or that have another shape than the config says."""
     wanted = {name for source in sources.values() for name in source.names}
     there = weights.tensors.keys()
-    if missing := sorted(wanted - there):
-        raise ValueError(f"{weights.path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+    if wanted - there:
+        raise _missing(weights, sources)
     extra = sorted(
         name for name in there - wanted - layout.copies.keys() if re.fullmatch(layout.unused, name) is None
     )
@@ -142,6 +142,19 @@ def _compare(layout: Layout, weights: Weights, sources: Mapping[str, Source], ta
     for copy, original in layout.copies.items():
         if copy in there and original in there:
             _check_shape(weights.tensors[copy], weights.tensors[original].shape)
+
+
+def _missing(weights: Weights, sources: Mapping[str, Source]) -> ValueError:
+    """By the names that the file would have them under; where most are missing, it has others."""
+    wanted = {name: ours for ours, source in sources.items() for name in source.names}
+    missing = sorted(
+        (weights.prefix if ours.startswith("trunk.") else "") + name  # heads stand beside the inner model
+        for name, ours in wanted.items()
+        if name not in weights.tensors
+    )
+    others = sorted(stored.name for name, stored in weights.tensors.items() if name not in wanted)
+    hint = f"; it has {shown(others[0])}" if others and 2 * len(missing) > len(wanted) else ""
+    return ValueError(f"{weights.path}: tensor {missing[0]!r} is missing ({len(missing)} in all){hint}")
 
 
 def _check_shape(stored: Stored, shape: tuple[int, ...]) -> None:

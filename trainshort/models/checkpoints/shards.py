@@ -46,10 +46,11 @@ class Stored(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All tensors of a folder by name, and the file that lists them."""
+    """All tensors of a folder by name, and the file that lists them. prefix: that was taken away from their names."""
 
     path: Path
     tensors: dict[str, Stored]
+    prefix: str = ""
 
 
 def find_weights(folder: Path) -> Weights:
