@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -208,6 +209,18 @@ def test_what_cannot_be_computed_is_refused(family: str) -> None:
         for wrong in (7, 9):
             with refuses(ValueError, "attention_mask", ": 8; it has", str(wrong)):
                 patched(tokens, attention_mask=torch.ones(1, wrong), use_cache=use_cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_by_position_are_checked_too(family: str) -> None:
+    base, tokens = ts.patch(FAMILIES[family]()).transformer, tokens_of(1, 8)
+    names = list(inspect.signature(base.forward).parameters)
+    for name, value in (("attention_mask", torch.ones(1, 1, 8, 8)), ("output_attentions", True)):
+        place = names.index(name)
+        with refuses(ValueError, name, "unpatch"):
+            base(tokens, *[None] * (place - 1), value)
+    expected = base(tokens)[0]
+    assert torch.equal(base(tokens, None, torch.ones(1, 8))[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,6 +8,7 @@ and a check of the arguments in front of its forward.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -218,6 +219,9 @@ def check_arguments(base: Any, arguments: Any, keywords: dict[str, Any]) -> None
     """Refuse what a patched model cannot do, in front of its forward, where it can be said clearly."""
     from trainshort.integrations.transformers_attention import check_mask, refuse_attentions
 
+    if len(arguments) > 1:
+        names = list(inspect.signature(type(base).forward).parameters)[1:]
+        keywords = keywords | dict(zip(names, arguments, strict=False))
     wanted = keywords.get("output_attentions")
     refuse_attentions(base.config.output_attentions if wanted is None else wanted)
     mask = keywords.get("attention_mask")
