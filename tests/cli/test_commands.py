@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainshort as ts
 from tests.cli.run_cli import run_cli
+from tests.models.small import language_model
 from trainshort.cli.generate import Shown, Stream
 from trainshort.cli.main import main
 from trainshort.cli.stopping import Terminated
@@ -253,6 +255,20 @@ def test_generate_refuses(capsys: Capture, run_folder: Path, words: list[str], m
 def test_generate_nothing_new_shows_the_prompt(capsys: Capture, run_folder: Path, text: str) -> None:
     outcome = run_cli(capsys, "generate", run_folder, "--prompt", text, "--max-new-tokens", 0)
     assert (outcome.status, outcome.out) == (0, text + "\n")
+
+
+def test_weights_of_several_dtypes_get_one(capsys: Capture, tmp_path: Path) -> None:
+    """They stay as they were saved, which torch does not always take."""
+    model = language_model(vocab_size=257, qkv_bias=True)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16() if weight.dim() > 1 else weight.data
+    model.tokenizer = ByteTokenizer()
+    ts.save(model, tmp_path)
+    words = ("generate", tmp_path, "--prompt", "a", "--max-new-tokens", 2, "--device", "cpu")
+    said = run_cli(capsys, *words).one_sentence()
+    assert "dtype" in said
+    assert said.endswith("if the weights are of several dtypes, --dtype gives them one")
+    assert run_cli(capsys, *words, "--dtype", "float32").status == 0
 
 
 def test_generate_needs_a_tokenizer(capsys: Capture, run_folder: Path) -> None:

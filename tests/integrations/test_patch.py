@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -66,6 +67,21 @@ def test_gradients(pair: tuple[Any, Any]) -> None:
     for name, parameter in stock.named_parameters():
         assert_same(parameters[name].grad, parameter.grad, of=3e-5)
         parameters[name].grad = parameter.grad = None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_of_rows_padded_on_the_left(family: str) -> None:
+    """The first real token of a row has the label -100 too: what predicts it sees padding alone."""
+    stock = FAMILIES[family]()
+    patched, (tokens, mask) = patched_like(stock), padded("left", 60)
+    labels = tokens.masked_fill(~mask, -100)
+    labels[torch.arange(2), mask.long().argmax(1)] = -100
+    expected = stock(tokens, attention_mask=mask.float(), labels=labels).loss
+    found = patched(tokens, attention_mask=mask, labels=labels).loss
+    assert_same(found.detach(), expected.detach())
+    gradients = torch.autograd.grad(expected, stock.parameters()), torch.autograd.grad(found, patched.parameters())
+    for one, other in zip(*gradients, strict=True):
+        assert_same(other, one, of=3e-5)
 
 
 @pytest.mark.parametrize("sizes", [[40, 1, 1, 8, 10], [1, 1, 58]], ids=str)
@@ -193,6 +209,29 @@ def test_what_cannot_be_computed_is_refused(family: str) -> None:
         for wrong in (7, 9):
             with refuses(ValueError, "attention_mask", ": 8; it has", str(wrong)):
                 patched(tokens, attention_mask=torch.ones(1, wrong), use_cache=use_cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_by_position_are_checked_too(family: str) -> None:
+    base, tokens = ts.patch(FAMILIES[family]()).transformer, tokens_of(1, 8)
+    names = list(inspect.signature(base.forward).parameters)
+    for name, value in (("attention_mask", torch.ones(1, 1, 8, 8)), ("output_attentions", True)):
+        place = names.index(name)
+        with refuses(ValueError, name, "unpatch"):
+            base(tokens, *[None] * (place - 1), value)
+    expected = base(tokens)[0]
+    assert torch.equal(base(tokens, None, torch.ones(1, 8))[0], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_static_cache(family: str) -> None:
+    """Told as such where the mask is right."""
+    patched, (tokens, mask) = ts.patch(FAMILIES[family]()), padded("left", 30)
+    past = transformers.StaticCache(config=patched.config, max_cache_len=34)
+    patched(tokens, attention_mask=mask, past_key_values=past)
+    longer = torch.nn.functional.pad(mask, (0, 5), value=True)
+    with refuses(ValueError, "the cache has room for 34 tokens, and 35 are to go there", "max_cache_len"):
+        patched(tokens[:, :5], attention_mask=longer, past_key_values=past)
 
 
 def test_a_cache_that_forgets_is_refused() -> None:

@@ -198,6 +198,50 @@ def test_the_base_model_first_and_its_head_later() -> None:
     assert torch.equal(model(tokens).logits, expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_base_unpatched_before_its_head(family: str) -> None:
+    """The head runs as it did at once; unpatched itself, or patched again, it is whole."""
+    model, (tokens, mask) = FAMILIES[family](), padded("left", 20)
+    options = {"attention_mask": mask.long(), "max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    before, expected = traits(model), model.generate(tokens, **options)
+    ts.patch(model)
+    ts.unpatch(model.transformer)
+    assert torch.equal(model.generate(tokens, **options), expected)
+    assert model.config._attn_implementation == model.transformer.config._attn_implementation
+    ts.unpatch(model)
+    assert traits(model) == before
+    ts.patch(model)
+    ts.unpatch(model.transformer)
+    ts.patch(model)
+    assert model.config is model.transformer.config
+    past = transformers.StaticCache(config=model.config, max_cache_len=30)
+    assert torch.equal(model.generate(tokens, past_key_values=past, **options), expected)
+    ts.unpatch(model)
+    assert traits(model) == before
+
+
+@pytest.mark.parametrize("family", ["mpt", "falcon"])
+def test_a_base_patched_without_its_head_says_so(family: str) -> None:
+    """The head makes a mask for a static cache by its own config."""
+    model = FAMILIES[family]()
+    ts.patch(model.transformer)
+    with refuses(ValueError, "attention_mask", "patch the whole model, not its base alone"):
+        options = {"max_new_tokens": 2, "cache_implementation": "static", "use_cache": True}
+        model.generate(tokens_of(1, 8), attention_mask=torch.ones(1, 8, dtype=torch.long), **options)
+
+
+def test_two_models_of_one_config_in_one_wrapper() -> None:
+    first = FAMILIES["falcon"]()
+    both = nn.ModuleList([first, type(first)(first.config)])
+    before = traits(both)
+    ts.patch(both)
+    assert both[0].transformer.config is both[0].config is not both[1].config
+    assert both[1].transformer.config is both[1].config
+    ts.unpatch(both[0])
+    ts.unpatch(both)
+    assert traits(both) == before
+
+
 def test_models_that_cannot_be_patched() -> None:
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=1))
     for wrong in (gpt2, ts.LanguageModel(ts.ModelConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=1))):

@@ -208,6 +208,19 @@ def test_a_tokenizer_comes_along(tmp_path: Path) -> None:
     assert found.tokenizer.to_str() == model.tokenizer.to_str()
 
 
+def test_a_tokenizer_that_cuts_and_pads_does_neither(folder: Path) -> None:
+    """The lengths of somebody's training are no limit of the model's."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = ts.load(folder)
+    assert found.tokenizer.encode("train long train short").ids == [1, 4, 1, 2]
+    assert found.tokenizer.encode("test").ids == [3]
+    ts.save(found, folder)
+    assert ts.load(folder).tokenizer.to_str() == tiny_tokenizer().to_str()
+
+
 def test_a_tokenizer_laid_into_the_folder_is_loaded(folder: Path) -> None:
     tiny_tokenizer("some other words").save(str(folder / "tokenizer.json"))
     assert ts.load(folder).tokenizer.encode("words").ids == [3]

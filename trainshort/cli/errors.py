@@ -47,6 +47,8 @@ def sentence(error: BaseException) -> str:
         return _of_the_system(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = " ".join(text.split())
+    if isinstance(error, RuntimeError) and re.search("same dtype|mixed dtype|scalar type", text):  # torch's words
+        return f"{text}: if the weights are of several dtypes, --dtype gives them one"
     if isinstance(error, KeyError) and " " not in text:  # a name alone says nothing
         return f"there is no {text!r} where it was looked for: a file may be damaged (--debug shows where)"
     if isinstance(error, MissingExtraError):

@@ -14,6 +14,7 @@ from trainshort.common.messages import shown
 
 LARGEST = 64 * 2**20  # bytes of a JSON file: nothing that we write comes near
 DEEPEST = 64  # levels of objects and lists inside each other
+POINTER = b"version https://git-lfs"  # how a file begins that stands for one of git-lfs
 
 
 def file_size(path: Path, what: str) -> int:
@@ -29,11 +30,19 @@ def file_size(path: Path, what: str) -> int:
     return about.st_size
 
 
+def refuse_pointer(path: Path) -> None:
+    """In the place of a large file git leaves a few lines until git-lfs has fetched it."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{path}: a pointer of git-lfs, not the file that it stands for: run git lfs pull there")
+
+
 def read_text(path: Path, what: str, *, largest: int = LARGEST) -> str:
     """The text of a file of at most `largest` bytes; `what` says for errors what the file belongs to."""
     size = file_size(path, what)
     if size > largest:
         raise ValueError(f"{path}: has {size:,} bytes, and at most {largest:,} are read; {what}")
+    refuse_pointer(path)
     with path.open("rb") as file:
         content = file.read(largest + 1)
     if len(content) > largest:

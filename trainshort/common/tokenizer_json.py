@@ -55,7 +55,10 @@ def read_tokenizer_text(path: Path) -> str:
 
 
 def parse_tokenizer(text: str, where: str) -> Any:
-    """The tokenizer in a text, as the package has it; `where` names the text in errors."""
+    """The tokenizer in a text, as the package has it; `where` names the text in errors.
+
+    Lengths that it was saved with to cut texts to, or to pad them, are those of some training run: they are left out.
+    """
     with needed("tokenizers", by=where):
         from tokenizers import Tokenizer
     with package_errors(where, "not a tokenizer of the package tokenizers"):
@@ -73,6 +76,8 @@ def parse_tokenizer(text: str, where: str) -> Any:
             raise ValueError(
                 f"{where}: pads texts to {padding[name]:,} tokens; at most {LARGEST_PADDING:,} are allowed"
             )
+    backend.no_truncation()
+    backend.no_padding()
     return backend
 
 

@@ -107,8 +107,6 @@ class FileTokenizer:
         self.backend = parse_tokenizer(text, where)
         self._text, self.where = text, where
         self.backend.encode_special_tokens = True
-        self.backend.no_truncation()
-        self.backend.no_padding()
         self._ids = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._ids.values(), default=0) + 1
         if end_token is not None and end_token not in self._ids:

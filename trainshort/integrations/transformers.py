@@ -8,6 +8,7 @@ and a check of the arguments in front of its forward.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ CAN_BE_PATCHED = (
     "alone, under any head or in a wrapper like PEFT's"
 )
 OLDEST = (5, 17)  # of transformers
-STOCK_CONFIG = "_trainshort_stock_config"  # of a patched base model: a StockConfig
+STOCK_CONFIG = "_trainshort_stock_config"  # of a patched base model and of what is around it: a StockConfig
 
 
 class StockConfig(NamedTuple):
@@ -48,8 +49,14 @@ def patch(model: nn.Module) -> nn.Module:
         >>> bloom = transformers.BloomForCausalLM(config)  # or from_pretrained("path/to/bloom-560m")
         >>> logits = ts.patch(bloom)(tokens).logits
     """
-    for base in _checked_bases(model):
-        _patch_base(base, model)
+    bases = _checked_bases(model)
+    for part in _with_stock_config(model.modules()):
+        if part.config._attn_implementation_internal != NAME:  # its base was unpatched without it
+            _restore_config(part, model)
+    for base in bases:
+        _patch_base(base)
+    for base in bases:
+        _share_config(base, model)
     return model
 
 
@@ -68,11 +75,11 @@ def unpatch(model: nn.Module) -> nn.Module:
         >>> bloom = ts.patch(transformers.BloomForCausalLM(config))
         >>> bloom = ts.unpatch(bloom)
     """
-    bases: list[Any] = [each for each in _modules(model, "unpatch") if STOCK_CONFIG in vars(each)]
-    for attention in (each for base in bases for each in _patched_attention(base)):
+    parts = _with_stock_config(_modules(model, "unpatch"))
+    for attention in (each for part in parts for each in _patched_attention(part)):
         _refuse_replaced_forward(attention)
-    for base in bases:
-        _unpatch_base(base, model)
+    for part in parts:
+        _unpatch_part(part, model)
     return model
 
 
@@ -157,7 +164,11 @@ def _patched_attention(base: nn.Module) -> list[Any]:
     return [each for each in base.modules() if type(each) in PATCHED.values()]
 
 
-def _patch_base(base: Any, model: nn.Module) -> None:
+def _with_stock_config(modules: Iterator[nn.Module]) -> list[Any]:
+    return [each for each in modules if STOCK_CONFIG in vars(each)]
+
+
+def _patch_base(base: Any) -> None:
     from trainshort.integrations.transformers_attention import PATCHED
 
     for attention in _stock_attention(base):
@@ -166,34 +177,51 @@ def _patch_base(base: Any, model: nn.Module) -> None:
         setattr(base, STOCK_CONFIG, StockConfig(base.config, dict(vars(base.config))))
         base.config = copy.copy(base.config)  # models that were made from one config share it
         base.config._attn_implementation_internal = NAME
+    if check_arguments not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(check_arguments, with_kwargs=True)
-    _exchange_config(model, getattr(base, STOCK_CONFIG).config, base.config)
 
 
-def _unpatch_base(base: Any, model: nn.Module) -> None:
-    for attention in _patched_attention(base):
+def _share_config(base: Any, model: nn.Module) -> None:
+    """With what is in the base and around it; what is around it can be unpatched later than the base."""
+    kept, inside = vars(base)[STOCK_CONFIG], set(base.modules())
+    for module in model.modules():
+        if vars(module).get("config") is not kept.config:
+            continue
+        around = any(each is base for each in module.modules())
+        if around:
+            setattr(module, STOCK_CONFIG, kept)
+        if around or module in inside:
+            module.config = base.config
+
+
+def _unpatch_part(part: Any, model: nn.Module) -> None:
+    for attention in _patched_attention(part):
         attention.__class__ = attention.stock
-    patched, (stock, contents) = base.config, vars(base).pop(STOCK_CONFIG)
+    for number in [number for number, hook in part._forward_pre_hooks.items() if hook is check_arguments]:
+        del part._forward_pre_hooks[number]
+        part._forward_pre_hooks_with_kwargs.pop(number, None)
+    _restore_config(part, model)
+
+
+def _restore_config(part: Any, model: nn.Module) -> None:
+    patched, (stock, contents) = part.config, vars(part).pop(STOCK_CONFIG)
     missing = object()
     changed = {name: value for name, value in vars(patched).items() if contents.get(name, missing) != value}
     changed.pop("_attn_implementation_internal", None)
     vars(stock).update(changed)
-    _exchange_config(model, patched, stock)
-    for number in [number for number, hook in base._forward_pre_hooks.items() if hook is check_arguments]:
-        del base._forward_pre_hooks[number]
-        base._forward_pre_hooks_with_kwargs.pop(number, None)
-
-
-def _exchange_config(model: nn.Module, old: Any, new: Any) -> None:
     for module in model.modules():
-        if vars(module).get("config") is old:
-            module.config = new
+        if vars(module).get("config") is patched:
+            module.config = stock
+    patched._attn_implementation_internal = stock._attn_implementation_internal  # a head around the model may have it
 
 
 def check_arguments(base: Any, arguments: Any, keywords: dict[str, Any]) -> None:
     """Refuse what a patched model cannot do, in front of its forward, where it can be said clearly."""
     from trainshort.integrations.transformers_attention import check_mask, refuse_attentions
 
+    if len(arguments) > 1:
+        names = list(inspect.signature(type(base).forward).parameters)[1:]
+        keywords = keywords | dict(zip(names, arguments, strict=False))
     wanted = keywords.get("output_attentions")
     refuse_attentions(base.config.output_attentions if wanted is None else wanted)
     mask = keywords.get("attention_mask")

@@ -127,7 +127,8 @@ def check_mask(mask: Tensor) -> None:
     if mask.dim() != 2:
         raise ValueError(
             f"a patched model takes an attention_mask [batch, length], got shape {list(mask.shape)}: for masks of "
-            "length x length call trainshort.unpatch(model) first"
+            "length x length call trainshort.unpatch(model) first; where `generate` made it for a static cache, "
+            "patch the whole model, not its base alone"
         )
 
 

@@ -53,8 +53,13 @@ def padding_of(
 
 def _check_width(width: int, seen: int | Tensor, keys: int) -> None:
     """A mask has a column for each token seen, or for each key, of which a static cache has more."""
-    fits = width <= keys if isinstance(seen, Tensor) else seen <= keys and width in (seen, keys)
-    if not fits:
+    if isinstance(seen, Tensor):  # on a GPU it would have to be waited for
+        seen = width
+    if width == seen > keys:
+        raise ValueError(
+            f"the cache has room for {keys} tokens, and {width} are to go there: make one with a larger max_cache_len"
+        )
+    if seen > keys or width not in (seen, keys):
         raise ValueError(
             f"attention_mask must have a column for each token, cached ones included: {seen}; it has {width}"
         )

@@ -69,7 +69,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda tensors: tensors.pop(NORM), ("'layers.1.input_layernorm.weight' is missing", "(1 in all)")),
+        (lambda tensors: tensors.pop(NORM), (f"{NORM!r} is missing (1 in all)",)),
         (lambda tensors: tensors.pop("lm_head.weight"), ("'lm_head.weight' is missing",)),
         (lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}), ("'model.extra.weight' is not in",)),
         (lambda tensors: tensors.update({NORM: torch.ones(49)}), (f"{NORM!r} is [49], the config wants [48]",)),
@@ -89,6 +89,14 @@ def test_wrong_tensors(tmp_path: Path, change: Change, parts: tuple[str, ...]) -
 
 
 @pytest.mark.usefixtures("nothing_filled")
+def test_names_of_another_model(tmp_path: Path) -> None:
+    """Where most tensors are missing, the error shows a name that is there."""
+    tensors = {f"module.{name}": tensor for name, tensor in mosaic_tensors().items()}
+    shown = "it has 'module.bert.embeddings.LayerNorm.bias'"
+    assert_refused(write_folder(tmp_path, MOSAIC, tensors), "model.safetensors", "(26 in all)", shown)
+
+
+@pytest.mark.usefixtures("nothing_filled")
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
 def test_a_truncated_file(tmp_path: Path, size: int) -> None:
     write_folder(tmp_path, BAICHUAN, baichuan_tensors())
@@ -103,6 +111,14 @@ def test_one_truncated_file_of_several(tmp_path: Path) -> None:
     name = "model-00002-of-00003.safetensors"
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-5])
     assert_refused(tmp_path, name, "not a whole safetensors file")
+
+
+@pytest.mark.usefixtures("nothing_filled")
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, BAICHUAN, baichuan_tensors())
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:17a5\nsize 1118459450\n")
+    assert_refused(tmp_path, name, "a pointer of git-lfs", "run git lfs pull")
 
 
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -128,9 +144,14 @@ def test_an_index_and_its_files_that_do_not_go_together(tmp_path: Path) -> None:
     write_folder(tmp_path, BAICHUAN, baichuan_tensors(), files=2)
     first, second = (f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
     whole = (tmp_path / INDEX).read_text()
-    wrong = second if json.loads(whole)["weight_map"][NORM] == first else first
+    right = json.loads(whole)["weight_map"][NORM]
+    wrong = second if right == first else first
     change_index(tmp_path, lambda index: index["weight_map"].update({NORM: wrong}))
     assert_refused(tmp_path, wrong, f"tensor {NORM!r} is missing", INDEX)
+    for change in (lambda index: index["weight_map"].pop(NORM), lambda index: index.update(weight_map={NORM: right})):
+        (tmp_path / INDEX).write_text(whole)
+        change_index(tmp_path, change)
+        assert_refused(tmp_path, right, "has the tensor", INDEX)
     (tmp_path / INDEX).write_text(whole)
     (tmp_path / second).rename(tmp_path / "elsewhere")
     assert_refused(tmp_path, second, "no such file")
@@ -176,6 +197,11 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         (MPT | {"ffn_config": {"ffn_type": "mptglu"}}, ("ffn_config.ffn_type", "'mptglu'")),
         (MPT | {"ffn_config": {"ffn_act_fn": {"name": "relu"}}}, ("ffn_config.ffn_act_fn", "relu")),
         (MPT | {"logit_scale": 0.5}, ("logit_scale",)),
+        (MPT | {"final_logit_softcapping": 2.0}, ("final_logit_softcapping is not implemented: it must be null",)),
+        (MPT | {"block_overrides": {"order": []}}, ("block_overrides is not implemented: it must be null",)),
+        (MPT | {"attn_config": {"attn_logit_softcapping": 50}}, ("attn_config.attn_logit_softcapping is not impl",)),
+        (MPT | {"expansion_ratio": 0}, ("expansion_ratio must lie in (0, 1,024]",)),
+        (MPT | {"expansion_ratio": "4"}, ("expansion_ratio must be a finite number",)),
         (MPT | {"norm_type": "rmsnorm"}, ("norm_type",)),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, ("apply_residual_connection_post_layernorm",)),
         (BLOOM | {"hidden_size": 47}, ("multiple of num_heads",)),

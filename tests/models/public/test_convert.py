@@ -95,7 +95,9 @@ def test_a_pickle_that_wants_to_run_something(tmp_path: Path, capsys: Capture, z
     mark = tmp_path / "it ran"
     folder = pickled(tmp_path / "old", DNABERT, {"weight": Attack(mark)}, _use_new_zipfile_serialization=zipped)
     outcome = run_cli(capsys, "convert", folder, "--out", tmp_path / "new")
-    assert "cannot be read as weights and nothing else (UnpicklingError" in outcome.one_sentence()
+    assert "cannot be read as weights and nothing else (UnpicklingError: " in outcome.one_sentence()
+    assert "GLOBAL posix.mkdir" in outcome.error
+    assert "torch.load" not in outcome.error  # how to read it all the same
     assert str(folder / "pytorch_model.bin") in outcome.error
     assert not mark.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
@@ -118,6 +120,21 @@ def test_other_contents(tmp_path: Path, content: Any, part: str) -> None:
     folder = pickled(tmp_path / "old", DNABERT, content)
     with pytest.raises(ValueError, match=part):
         convert_file(str(folder / "pytorch_model.bin"), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_pickle_of_more_than_tensors_is_told_what_it_holds(tmp_path: Path, capsys: Capture) -> None:
+    folder = pickled(tmp_path / "old", DNABERT, {"module": torch.nn.Linear(2, 2)})
+    said = run_cli(capsys, "convert", folder, "--out", tmp_path / "new").one_sentence()
+    assert "nothing else (UnpicklingError: Unsupported global: GLOBAL torch.nn.modules.linear.Linear was not" in said
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path, capsys: Capture) -> None:
+    folder = pickled(tmp_path / "old", DNABERT, {})
+    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:17a5\nsize 3\n")
+    said = run_cli(capsys, "convert", folder, "--out", tmp_path / "new").one_sentence()
+    assert f"{folder / 'pytorch_model.bin'}: a pointer of git-lfs" in said
+    assert "git lfs pull" in said
     assert not (tmp_path / "new").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,17 @@ def test_alibi_bias_max(tmp_path: Path, most: float) -> None:
     assert model.config.clip_qkv == 6
 
 
+def test_the_original_names_of_an_mpt(tmp_path: Path) -> None:
+    """Its own code calls the epsilon of norms norm_eps, and takes fractions as the ratio of widths."""
+    theirs = mpt(6, layer_norm_epsilon=0.1)
+    theirs.save_pretrained(tmp_path)
+    change_config(tmp_path, layer_norm_epsilon=None, norm_eps=0.1, expansion_ratio=4.01)
+    tokens, model = random_tokens(1, SHORT, vocabulary=VOCABULARY), loaded(tmp_path)
+    assert model.config.d_ff == 192
+    with torch.no_grad():
+        assert_same_logits(model(tokens), their_logits(theirs, tokens))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     """As stored unless asked for; slopes are float32 always."""
@@ -200,6 +212,32 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     assert model.head.weight is model.trunk.embedding.weight
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "auto"}, torch.float32),
+        ({"dtype": None}, torch.float32),
+    ],
+    ids=str,
+)
+def test_stored_dtypes_that_differ(tmp_path: Path, named: dict[str, Any], wanted: torch.dtype) -> None:
+    """16-bit matrices, float32 norms and biases: a model of one dtype, which runs."""
+    theirs = bloom(6)
+    theirs.save_pretrained(tmp_path)
+    change_config(tmp_path, **named)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load(path.read_bytes())
+    mixed = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(mixed, path)
+    model, tokens = loaded(tmp_path), random_tokens(1, SHORT, vocabulary=VOCABULARY)
+    assert {tensor.dtype for tensor in model.parameters()} == {wanted}
+    expected = loaded(tmp_path, dtype=wanted)(tokens)
+    assert torch.equal(model(tokens), expected)
+    assert {tensor.dtype for tensor in loaded(tmp_path, dtype=torch.float64).parameters()} == {torch.float64}
+
+
 def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     theirs = bloom(6)
     theirs.save_pretrained(tmp_path)
@@ -208,9 +246,14 @@ def test_a_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
     twice = tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
     safetensors.torch.save_file(twice, path)
     assert torch.equal(loaded(tmp_path).head.weight, theirs.lm_head.weight)
+    for tensor in (twice["lm_head.weight"], twice["transformer.word_embeddings.weight"]):
+        tensor[5, 6] = math.nan  # of a run that diverged: the same all the same
+    safetensors.torch.save_file(twice, path)
+    assert bool(loaded(tmp_path).head.weight[5, 6].isnan())
     twice["lm_head.weight"][3, 4] += 1
     safetensors.torch.save_file(twice, path)
-    with pytest.raises(ValueError, match=r"model\.safetensors: tensor 'lm_head.weight' is not the same as"):
+    said = r"model\.safetensors: tensor 'lm_head.weight' is not the same as .*set tie_word_embeddings to false"
+    with pytest.raises(ValueError, match=said):
         ts.load(tmp_path)
 
 

@@ -133,6 +133,9 @@ def test_a_head_may_be_stored_twice_and_its_bias_under_another_name(tmp_path: Pa
     for model in (once, twice, other):
         assert torch.equal(model.head.bias, bias)
         assert model.head.weight is model.trunk.embedding.weight
+    copied["cls.predictions.decoder.weight"][3, 4] += 1
+    with pytest.raises(ValueError, match=r"not the same as .*, but the model has one tensor for both$"):
+        encoder(tmp_path / "wrong", config, copied)
 
 
 def test_an_encoder_without_head_says_so(tmp_path: Path) -> None:

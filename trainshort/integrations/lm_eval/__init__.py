@@ -94,8 +94,6 @@ class TrainshortLM(TemplateLM):
         if not isinstance(model, LanguageModel):
             raise ValueError(f"{self.folder}: holds an encoder; lm_eval scores language models")
         self.model, self.tokenizer = model, model.tokenizer
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
         self._device = model.trunk.embedding.weight.device
         self.max_length = _longest(model, max_length)
         self.special = _special_tokens(self.folder, self.tokenizer)

@@ -59,7 +59,8 @@ def load(
 
     Args:
         folder: One that `save` wrote, or a public ALiBi model.
-        dtype: None keeps that of the file.
+        dtype: None keeps that of the file. Where the tensors of a public model differ in it, as norms do in some,
+            None means for all of them the one that its config names, or else one that holds all of theirs.
         device: None: torch's default.
         position_options: Some that are to be other than saved, such as `{"scaling": "linear", "factor": 4.0}`.
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainshort.common.checks import is_plain_name
 from trainshort.common.files import new_folder
 from trainshort.common.messages import shown
-from trainshort.common.reading import file_size, parse_json, read_json
+from trainshort.common.reading import file_size, parse_json, read_json, refuse_pointer
 from trainshort.models.checkpoints.shards import INDEX, SINGLE
 from trainshort.models.checkpoints.weights import give_usual_mode
 
@@ -90,12 +90,13 @@ def _renamed(source: str) -> str:
 def _convert_file(source: Path, target: Path) -> Converted:
     """By another process: -P keeps it from importing what lies beside the program."""
     file_size(source, "it holds pickled weights")
+    refuse_pointer(source)
     command = [sys.executable, "-P", str(PROGRAM), str(source.resolve()), str(target.resolve())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     answer = _answer(done.stdout)
     if done.returncode or "names" not in answer:
         reason = answer.get("error") or f"the process that read it ended with status {done.returncode}"
-        raise ValueError(f"{source}: cannot be read as weights and nothing else ({shown(reason)[1:-1]})")
+        raise ValueError(f"{source}: cannot be read as weights and nothing else ({repr(reason[:300])[1:-1]})")
     give_usual_mode(target)
     return Converted(source.name, target.name, tuple(answer["names"]), answer["bytes"], answer["copied"])
 

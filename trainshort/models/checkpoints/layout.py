@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainshort.common.messages import shown
+from trainshort.models.checkpoints.fields import Fields
 from trainshort.models.checkpoints.shards import Stored, Weights
-from trainshort.models.checkpoints.weights import stored_tensors
+from trainshort.models.checkpoints.weights import DTYPES, stored_tensors
 from trainshort.models.config import ModelConfig
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
@@ -74,20 +74,20 @@ def without_prefix(weights: Weights, prefix: str) -> Weights:
         if short in plain:
             raise ValueError(f"{weights.path}: has the tensor {shown(short)} with and without the prefix {prefix!r}")
         plain[short] = stored
-    return Weights(weights.path, plain)
+    return Weights(weights.path, plain, prefix if plain.keys() != weights.tensors.keys() else "")
 
 
 def load_layout(
     layout: Layout,
     weights: Weights,
-    where: Path,
+    fields: Fields,
     *,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     position_options: Mapping[str, Any],
 ) -> LanguageModel | Encoder:
-    """The model of a layout with its weights. where: the config, for errors. dtype None: each tensor as stored."""
-    config = layout.config
+    """The model of a layout with its weights. fields: of its config. dtype None: see `_stored_dtype`."""
+    config, where = layout.config, fields.path
     if position_options:
         config = replace(config, position_options={**config.position_options, **position_options})
     if config.num_layers > len(weights.tensors):
@@ -104,6 +104,7 @@ def load_layout(
     sources = {name: source_of(layout.modules, name) for name in targets}
     _compare(layout, weights, sources, targets)
     _check_copies(layout, weights)
+    dtype = dtype or _stored_dtype(sources.values(), weights, fields)
     with torch.no_grad():
         filled = {name: _filled(sources[name], targets[name], weights, dtype, device) for name in targets}
     model.load_state_dict(filled, strict=False, assign=True)  # tied tensors have one name here, and two there
@@ -125,8 +126,8 @@ def _compare(layout: Layout, weights: Weights, sources: Mapping[str, Source], ta
     """Refuse tensors that are missing, that nothing reads, or that have another shape than the config says."""
     wanted = {name for source in sources.values() for name in source.names}
     there = weights.tensors.keys()
-    if missing := sorted(wanted - there):
-        raise ValueError(f"{weights.path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+    if wanted - there:
+        raise _missing(weights, sources)
     extra = sorted(
         name for name in there - wanted - layout.copies.keys() if re.fullmatch(layout.unused, name) is None
     )
@@ -143,6 +144,19 @@ def _compare(layout: Layout, weights: Weights, sources: Mapping[str, Source], ta
             _check_shape(weights.tensors[copy], weights.tensors[original].shape)
 
 
+def _missing(weights: Weights, sources: Mapping[str, Source]) -> ValueError:
+    """By the names that the file would have them under; where most are missing, it has others."""
+    wanted = {name: ours for ours, source in sources.items() for name in source.names}
+    missing = sorted(
+        (weights.prefix if ours.startswith("trunk.") else "") + name  # heads stand beside the inner model
+        for name, ours in wanted.items()
+        if name not in weights.tensors
+    )
+    others = sorted(stored.name for name, stored in weights.tensors.items() if name not in wanted)
+    hint = f"; it has {shown(others[0])}" if others and 2 * len(missing) > len(wanted) else ""
+    return ValueError(f"{weights.path}: tensor {missing[0]!r} is missing ({len(missing)} in all){hint}")
+
+
 def _check_shape(stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         came, wanted = shown(list(stored.shape)), list(shape)
@@ -150,16 +164,23 @@ def _check_shape(stored: Stored, shape: tuple[int, ...]) -> None:
     _ = stored.dtype  # refuses what is no weight
 
 
+def _stored_dtype(sources: Iterable[Source], weights: Weights, fields: Fields) -> torch.dtype:
+    """That of the file. Where tensors differ, norms say, the one that the config names, or one that holds all."""
+    stored = {weights.tensors[name].dtype for source in sources for name in source.names}
+    named = fields.values.get("dtype") or fields.values.get("torch_dtype")
+    known = [each for each in DTYPES.values() if str(each).removeprefix("torch.") == named]
+    return known[0] if known and len(stored) > 1 else reduce(torch.promote_types, stored)
+
+
 def _filled(
     source: Source,
     target: Tensor,
     weights: Weights,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:
     """A tensor of ours, from those of the file, one by one."""
     stored = [weights.tensors[name] for name in source.names]
-    dtype = dtype or reduce(torch.promote_types, (each.dtype for each in stored))
     filled = torch.empty(target.shape, dtype=dtype, device=device or "cpu")
     start = 0
     for each in stored:
@@ -176,8 +197,16 @@ def _check_copies(layout: Layout, weights: Weights) -> None:
         if copy not in weights.tensors or original not in weights.tensors:
             continue
         first, second = weights.tensors[original], weights.tensors[copy]
-        if not torch.equal(first.read(), second.read()):
+        if not _same(first.read(), second.read()):
+            advice = "; set tie_word_embeddings to false if they are two" if layout.config.causal else ""
             raise ValueError(
-                f"{second.file}: tensor {shown(second.name)} is not the same as {shown(first.name)}, but the config "
-                "ties them; set tie_word_embeddings to false if they are two"
+                f"{second.file}: tensor {shown(second.name)} is not the same as {shown(first.name)}, but the model "
+                f"has one tensor for both{advice}"
             )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Equal numbers, or equal bits: NaN is no number."""
+    if torch.equal(first, second):
+        return True
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))

@@ -11,6 +11,7 @@ from trainshort.models.config import ModelConfig
 from trainshort.ops.bias import alibi_slopes
 
 PREFIX = "transformer."
+MOST_RATIO = 2**10
 PAPER_MAX = 8  # of alibi_bias_max: the last slope of a power of two heads is 2^-8
 
 MODULES = {
@@ -40,10 +41,10 @@ def layout(fields: Fields, names: Collection[str]) -> Layout:
         d_model=width,
         num_layers=fields.size("n_layers"),
         num_heads=heads,
-        d_ff=width * fields.size("expansion_ratio", default=4, most=2**10),
+        d_ff=int(width * _ratio(fields)),
         position_options=_slopes(attention, heads),
         norm="layernorm_without_bias",
-        norm_eps=fields.epsilon("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.epsilon("layer_norm_epsilon" if "layer_norm_epsilon" in fields else "norm_eps", 1e-5),
         clip_qkv=attention.number("clip_qkv") or None,  # 0 is none, too
         attention_scale=attention.number("softmax_scale"),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
@@ -67,8 +68,22 @@ def _refuse_others(fields: Fields, attention: Fields) -> None:
     inner = fields.inner("ffn_config")
     inner.only("ffn_type", "mptmlp")
     inner.only("ffn_act_fn", {"name": "gelu"}, {"name": "gelu", "approximate": "none"})
-    if "logit_scale" in fields:
-        raise fields.error("logit_scale", "is not implemented: it must be null")
+    for where, name in (
+        (fields, "logit_scale"),
+        (fields, "final_logit_softcapping"),
+        (fields, "block_overrides"),
+        (attention, "attn_logit_softcapping"),
+    ):
+        if name in where:
+            raise where.error(name, "is not implemented: it must be null")
+
+
+def _ratio(fields: Fields) -> float:
+    """The original code takes fractions too, and cuts the product with the width."""
+    ratio = fields.number("expansion_ratio", 4)
+    if ratio is None or not 0 < ratio <= MOST_RATIO:
+        raise fields.error("expansion_ratio", f"must lie in (0, {MOST_RATIO:,}]")
+    return ratio
 
 
 def _slopes(attention: Fields, heads: int) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def load(
 ) -> LanguageModel | Encoder:
     """Read a model from a folder whose config.json is `config`. Code that lies in the folder is never run."""
     where = folder / "config.json"
+    fields = Fields(config, where)
     family = next((each for each in FAMILIES.values() if each.is_family(config)), None)
     if family is None:
         kind = shown(config.get("model_type"))
@@ -58,7 +59,7 @@ def load(
         )
     weights = without_prefix(find_weights(folder), family.PREFIX)
     try:
-        layout = family.layout(Fields(config, where), weights.tensors.keys())
+        layout = family.layout(fields, weights.tensors.keys())
     except ValueError as error:  # of a ModelConfig, which knows no file
         raise error if str(error).startswith(str(where)) else ValueError(f"{where}: {error}") from error
-    return load_layout(layout, weights, where, dtype=dtype, device=device, position_options=position_options)
+    return load_layout(layout, weights, fields, dtype=dtype, device=device, position_options=position_options)

@@ -46,10 +46,11 @@ class Stored(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All tensors of a folder by name, and the file that lists them."""
+    """All tensors of a folder by name, and the file that lists them. prefix: that was taken away from their names."""
 
     path: Path
     tensors: dict[str, Stored]
+    prefix: str = ""
 
 
 def find_weights(folder: Path) -> Weights:
@@ -81,6 +82,13 @@ def _indexed(index: Path) -> dict[str, Stored]:
     for tensor, file in places.items():
         if tensor not in headers[file]:
             raise ValueError(f"{index.with_name(file)}: tensor {shown(tensor)} is missing; {index.name} names it")
+    for file, header in headers.items():
+        for tensor in header:
+            if places.get(tensor) != file:
+                raise ValueError(
+                    f"{index.with_name(file)}: has the tensor {shown(tensor)}, which {index.name} does not place "
+                    "there: they are not of one model; copy or download both again"
+                )
     return {tensor: Stored(index.with_name(file), tensor, *headers[file][tensor]) for tensor, file in places.items()}
 
 

@@ -8,8 +8,10 @@ reason why nothing was.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -45,12 +47,20 @@ def convert_file(source: str, target: str) -> dict[str, Any]:
     return {"names": sorted(tensors), "bytes": size, "copied": copied}
 
 
+def reason_of(error: Exception) -> str:
+    """The first line; of torch's page on a refused pickle the sentence that says what the file wanted."""
+    text = str(error)
+    if isinstance(error, UnpicklingError):
+        said = text.partition("\n\nCheck the documentation")[0]
+        text = re.split("WeightsUnpickler error:|\n\n", said)[-1].partition(" Please use")[0]
+    return [*text.strip().splitlines(), ""][0]
+
+
 def main() -> int:
     try:
         answer = convert_file(*sys.argv[1:])
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        answer = {"error": f"{type(error).__name__}: {lines[0][:300]}"}
+        answer = {"error": f"{type(error).__name__}: {reason_of(error)[:300]}"}
     print(json.dumps(answer))
     return int("error" in answer)
 

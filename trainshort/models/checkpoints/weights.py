@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainshort.common.messages import shown
-from trainshort.common.reading import file_size
+from trainshort.common.reading import file_size, refuse_pointer
 from trainshort.models.config import ModelConfig
 
 CHECKSUM = "trainshort.sha256"  # in the metadata of the header
@@ -148,6 +148,7 @@ class Opened:
             raise self._damaged(error) from error
 
     def _damaged(self, error: SafetensorError) -> ValueError:
+        refuse_pointer(self.path)
         reason = " ".join(str(error).split())[:200]
         return ValueError(f"{self.path}: not a whole safetensors file ({reason}); copy or download it again")
 
