@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from plan import CONTENDERS, failure, validation_loss
+
 Record = dict[str, Any]
 WIKITEXT = "wikitext-103-valid"
 
@@ -49,13 +51,27 @@ class Run:
         return self.folder.name.rsplit("-", 2)[0]
 
     @property
+    def diverged(self) -> bool:
+        return failure(self.folder, "train") == "diverged"
+
+    @property
     def validation_loss(self) -> float | None:
-        found = [row["validation_loss"] for row in self.metrics if "validation_loss" in row]
-        return found[-1] if found else None
+        return validation_loss(self.folder)
+
+    def ran_out_of_memory(self, command: str) -> bool:
+        return failure(self.folder, command) == "not enough memory"
+
+    @property
+    def state(self) -> Record:
+        """Of training that came to its end; empty for other."""
+        state = self.read("state/state.json")
+        return state if state.get("finished") else {}
 
     @property
     def training_speed(self) -> float | None:
         """Tokens a second over the later half of the logged steps, without compiling."""
+        if not self.state:
+            return None
         rows = [row for row in self.metrics if "loss" in row]
         first, last = (rows[len(rows) // 2 - 1], rows[-1]) if len(rows) > 3 else (None, None)
         if first is None or last is None or last["seconds"] <= first["seconds"]:
@@ -64,7 +80,7 @@ class Run:
 
     @property
     def training_memory(self) -> int | None:
-        return self.read("state/state.json").get("peak_memory_bytes")
+        return self.state.get("peak_memory_bytes")
 
 
 class Found:
@@ -133,8 +149,6 @@ class Found:
     @cached_property
     def contenders(self) -> list[str]:
         """In the order of the plan, as far as there are results."""
-        from plan import CONTENDERS
-
         there = {run.contender for run in self.trained}
         return [each.name for each in CONTENDERS if each.name in there]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import tarfile
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.training.small import small_data
 from trainshort.cli.arguments import Parser, add_fields, read
 from trainshort.cli.main import _module
 
@@ -160,6 +163,30 @@ def test_units_are_worked_off_once_and_after_what_they_need(
     assert capsys.readouterr().out.startswith("0 units to do")
 
 
+def test_units_keep_their_order_where_one_must_be_alone(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not put off until all others are done."""
+    runner = Runner(modules, tmp_path, monkeypatch)
+    units = [runner.unit("a/1"), runner.unit("a/2", alone=True), runner.unit("a/3"), runner.unit("a/4")]
+    assert runner.run(*units) == 0
+    done = [line.split()[2] for line in capsys.readouterr().out.splitlines() if " done in " in line]
+    assert done[:2] == ["a/1", "a/2"]
+
+
+def test_some_methods_alone(modules: Modules, places: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    size = modules.plan.SIZES["full"]
+    found = [unit for part in ("speed", "short") for unit in modules.plan.units(part, size, places, ["alibi", "t5"])]
+    assert {unit.contender for unit in found} == {"alibi", "t5"}
+    assert all(need in {unit.name for unit in found} for unit in found for need in unit.needs)
+    first = [unit.name for unit in modules.plan.units("speed", size, places)][:4]
+    assert first == [f"speed/{name}-dense-512" for name in ("alibi", "sinusoidal", "rotary", "t5")]
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["run.py", "short", "--only", "alibii"])
+        modules.run.main()
+    assert "there is no method 'alibii'" in capsys.readouterr().err
+
+
 def test_what_would_not_end_in_time_is_not_begun(
     modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +215,85 @@ def test_nothing_goes_on_without_a_runner_that_was_stopped(
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         runner.run(runner.unit("a/slow"))
     assert "a/slow: stopped, and lost" in capsys.readouterr().out
+
+
+def work(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """Run the unit of that name as its process does, with a small text; the folder of results."""
+    if not (tmp_path / "data").exists():
+        small_data(tmp_path)
+        (tmp_path / "texts").mkdir()
+        text = " ".join(f"line {number} says {number * number % 97}" for number in range(3000))
+        for book in ("wikitext-103-valid", "a-book", "b-book"):
+            (tmp_path / "texts" / f"{book}.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    places = ["--data", "data", "--texts", "texts", "--results", "results", "--scratch", "scratch", "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "--size", "rehearsal", *places, "--unit", name])
+    with open(2, "w", closefd=False) as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)  # pytest's own does not write where the process does
+        assert modules.run.main() == 0
+    return tmp_path / "results"
+
+
+def test_a_rate_that_diverges_is_a_result(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through trainshort train: as a try, and where it is the best there is."""
+    size = dataclasses.replace(modules.plan.SIZES["rehearsal"], rates=("0.001", "1e30"))
+    monkeypatch.setitem(modules.plan.SIZES, "rehearsal", size)
+    results = work(modules, tmp_path, monkeypatch, "rates/alibi-32-lr1e30")
+    made = json.loads((results / "rates/alibi-32-lr1e30/made.json").read_text())
+    assert [(each["command"][0], each["error"]) for each in made["failed"]] == [("train", "diverged")]
+    assert [command[:2] for command in made["commands"]] == [["trainshort", "train"]]
+    tries = modules.plan.tried(modules.plan.CONTENDERS[0], size)
+    with pytest.raises(RuntimeError, match="no learning rate"):
+        modules.plan.best_rate(tries, results)
+    shutil.copytree(results / tries["1e30"], results / tries["0.001"])
+    (results / tries["0.001"] / "metrics.jsonl").write_text('{"step": 12, "validation_loss": 5.0}\n')
+    (results / tries["0.001"] / "made.json").write_text('{"failed": []}')
+    assert modules.plan.best_rate(tries, results) == "0.001"
+    monkeypatch.setattr(modules.plan, "best_rate", lambda tries, results: "1e30")
+    results = work(modules, tmp_path, monkeypatch, "extrapolation/alibi-64-seed0")
+    (run,) = modules.found.Found(results).trained
+    assert run.diverged and not run.records
+    assert (results / "scaled/alibi-64-seed0-ntk/made.json").exists()  # so that nobody waits for it
+
+
+def test_what_was_made_says_what_was_so(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment, and no use of the GPU by a run that shared it."""
+    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PAPER_JOBS", "2")
+    monkeypatch.setattr("trainshort.training.train.matrix_rate", lambda device: 1e12)
+    name = "rates/alibi-32-lr0.001"
+    results = work(modules, tmp_path, monkeypatch, name)
+    assert json.loads((results / name / "made.json").read_text())["environment"] == {"OMP_NUM_THREADS": "1"}
+    assert "mfu" in (tmp_path / "scratch" / name / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in (results / name / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["validation_loss"] > 0
+    assert not any("mfu" in row for row in rows)
+
+
+def test_a_copy_of_weights_is_whole_or_not_there(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = modules.run
+    unit = modules.plan.Unit("a/run", "full", 1, lambda results: [], ("a/run",), tries={"1": "rates/x"})
+    best, copy = tmp_path / "rates" / "x", tmp_path / "a" / "run"
+    best.mkdir(parents=True)
+    (best / "model.safetensors").write_text("weights")
+    monkeypatch.setattr(run, "best_rate", lambda tries, results: "1")
+
+    def stopped(source: Path, target: Path) -> None:
+        target.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "copytree", stopped)
+        run._take_over(unit, tmp_path, tmp_path)
+    assert not copy.exists()
+    run._take_over(unit, tmp_path, tmp_path)
+    assert (copy / "model.safetensors").read_text() == "weights"
+    assert [path.name for path in copy.parent.iterdir()] == ["run"]
 
 
 def test_there_is_a_page_where_there_are_results_and_it_says_what_they_say(modules: Modules) -> None:
@@ -224,7 +330,7 @@ def make_run(results: Path, name: str, perplexities: dict[int, float], **train: 
     (folder / "evaluation.json").write_text(
         json.dumps({"format": "trainshort evaluation", "version": 2, "records": records})
     )
-    (folder / "state" / "state.json").write_text(json.dumps({"peak_memory_bytes": 1000}))
+    (folder / "state" / "state.json").write_text(json.dumps({"finished": True, "peak_memory_bytes": 1000}))
     made = {"unit": name, "kind": "full", "seconds": 60.0, "commit": "abc", "failed": []}
     made |= {"machine": {"gpu": "NVIDIA H200", "torch": "2.11.0", "python": "3.12"}}
     (folder / "made.json").write_text(json.dumps(made))
@@ -260,7 +366,7 @@ def test_speeds_are_those_of_the_later_half(modules: Modules, tmp_path: Path, de
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             used = memory if expected == "holds" else 1000
-            (folder / "state" / "state.json").write_text(json.dumps({"peak_memory_bytes": used}))
+            (folder / "state" / "state.json").write_text(json.dumps({"finished": True, "peak_memory_bytes": used}))
     make_run(tmp_path, "extrapolation/alibi-512-seed0", {512: 20.0})
     assert verdict_of(modules, tmp_path, "and trains faster") == expected
     found = modules.found.Found(tmp_path)
