@@ -6,7 +6,7 @@ python results/run.py short long seeds checkpoint --size rehearsal --results /tm
 
 Each unit of the plan (plan.py) runs its `trainshort` commands in a process of its own, --jobs units at once. Once it
 is done, the small files of its runs are copied into --results, with made.json: the commands, the commit, the machine,
-the seconds, and what failed in a way that is a result: training that diverged, speeds for which memory was not enough.
+the seconds, and failures that are results: training that diverged, speeds for which there was not enough memory.
 Parts are worked off in the order in which they are named, --only for some methods. Weights stay in --scratch and are
 removed when nothing needs them any more. A unit that is not done when the time is over is lost, and no other. --pack:
 one .tar.gz of all that this command made, whole at every moment, for machines from which only a file comes back; a
@@ -76,7 +76,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}, in this order; by default all")
+    parts = f"of {', '.join(PARTS)}, worked off as they are named; by default all"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
     parser.add_argument("--only", nargs="+", default=[], metavar="METHOD", help=f"of {', '.join(BY_NAME)}")
     parser.add_argument("--data", default="build/paper-data", help="the folder that trainshort prepare wrote")
     parser.add_argument("--texts", default="build/paper-texts", help="the folder of the texts to test on")

@@ -174,15 +174,17 @@ def test_units_keep_their_order_where_one_must_be_alone(
     assert done[:2] == ["a/1", "a/2"]
 
 
-def test_some_methods_alone(modules: Modules, places: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_methods_alone(
+    modules: Modules, places: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = modules.plan.SIZES["full"]
     found = [unit for part in ("speed", "short") for unit in modules.plan.units(part, size, places, ["alibi", "t5"])]
     assert {unit.contender for unit in found} == {"alibi", "t5"}
     assert all(need in {unit.name for unit in found} for unit in found for need in unit.needs)
     first = [unit.name for unit in modules.plan.units("speed", size, places)][:4]
     assert first == [f"speed/{name}-dense-512" for name in ("alibi", "sinusoidal", "rotary", "t5")]
-    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["run.py", "short", "--only", "alibii"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "short", "--only", "alibii"])
+    with pytest.raises(SystemExit):
         modules.run.main()
     assert "there is no method 'alibii'" in capsys.readouterr().err
 
@@ -234,9 +236,7 @@ def work(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     return tmp_path / "results"
 
 
-def test_a_rate_that_diverges_is_a_result(
-    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_that_diverges_is_a_result(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through trainshort train: as a try, and where it is the best there is."""
     size = dataclasses.replace(modules.plan.SIZES["rehearsal"], rates=("0.001", "1e30"))
     monkeypatch.setitem(modules.plan.SIZES, "rehearsal", size)
@@ -254,7 +254,8 @@ def test_a_rate_that_diverges_is_a_result(
     monkeypatch.setattr(modules.plan, "best_rate", lambda tries, results: "1e30")
     results = work(modules, tmp_path, monkeypatch, "extrapolation/alibi-64-seed0")
     (run,) = modules.found.Found(results).trained
-    assert run.diverged and not run.records
+    assert run.diverged
+    assert not run.records
     assert (results / "scaled/alibi-64-seed0-ntk/made.json").exists()  # so that nobody waits for it
 
 
@@ -287,9 +288,10 @@ def test_a_copy_of_weights_is_whole_or_not_there(
         target.mkdir(parents=True)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(shutil, "copytree", stopped)
-        run._take_over(unit, tmp_path, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run._take_over(unit, tmp_path, tmp_path)
     assert not copy.exists()
     run._take_over(unit, tmp_path, tmp_path)
     assert (copy / "model.safetensors").read_text() == "weights"

@@ -76,7 +76,7 @@ def assert_same_run(left: Path, right: Path) -> None:
 
 
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that training compiles from now on, which are run as they are; any_shape: not for one shape alone."""
+    """The graphs that training compiles from now on, run as they are. any_shape: compiled for more than one shape."""
     torch.compiler.reset()
     found: list[Any] = []
 
