@@ -14,6 +14,10 @@ from plan import CONTENDERS, failure, validation_loss
 
 Record = dict[str, Any]
 WIKITEXT = "wikitext-103-valid"
+LABELS = {
+    "alibi": "ALiBi", "sinusoidal": "sinusoidal", "rotary": "rotary", "t5": "T5 bias", "fox": "FoX",
+    "alibi-free": "ALiBi, 2 of 8 heads without slope", "learned": "learned", "none": "no positions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,10 @@ class Run:
     def training_memory(self) -> int | None:
         return self.state.get("peak_memory_bytes")
 
+    def tested(self, name: str) -> float | int | None:
+        """A figure of the one test of a speed."""
+        return self.records[0].get(name) if self.records else None
+
 
 class Found:
     def __init__(self, results: Path) -> None:
@@ -113,28 +121,37 @@ class Found:
         names = {text_of(record) for run in self.trained for record in run.records}
         return sorted(names, key=lambda name: (name != WIKITEXT, name))
 
-    def perplexity(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> float | None:
-        """Nonoverlapping, of the whole text: the mean over seeds."""
-        found = [
-            each["perplexity"]
+    def perplexities(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> dict[int, float]:
+        """Nonoverlapping, of the whole text: by seed."""
+        return {
+            run.train["seed"]: each["perplexity"]
             for run in self.of(contender, trained)
             for each in run.records
             if each["mode"] == "nonoverlapping" and each["length"] == length and text_of(each) == text
             if each.get("perplexity") is not None
-        ]
-        return statistics.fmean(found) if found else None
+        }
 
-    def sliding(self, contender: str, trained: int, *, small: bool) -> dict[int, float]:
-        """Perplexity by length, with the small stride or with that of the short length."""
+    def perplexity(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> float | None:
+        """The mean over seeds."""
+        found = self.perplexities(contender, trained, length, text)
+        return statistics.fmean(found.values()) if found else None
+
+    def sliding(self, contender: str, trained: int, stride: int | None, text: str = WIKITEXT) -> dict[int, float]:
+        """Perplexity by length, the mean over seeds, of windows that move by `stride`; None: by half their length."""
         by_length: dict[int, list[float]] = {}
         for run in self.of(contender, trained):
-            slid = [each for each in run.records if each["mode"] == "sliding" and each.get("perplexity") is not None]
-            strides = {each["stride"] for each in slid}
-            wanted = min(strides) if small and len(strides) > 1 else max(strides, default=0)
-            for each in slid:
-                if each["stride"] == wanted and (not small or len(strides) > 1):
+            for each in run.records:
+                wanted = each["length"] // 2 if stride is None else stride
+                slid = each["mode"] == "sliding" and each["stride"] == wanted and text_of(each) == text
+                if slid and each.get("perplexity") is not None:
                     by_length.setdefault(each["length"], []).append(each["perplexity"])
         return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
+
+    @cached_property
+    def small_stride(self) -> int | None:
+        """The smallest, at which every token has a full window."""
+        strides = {each["stride"] for run in self.trained for each in run.records if each["mode"] == "sliding"}
+        return min(strides) if strides and min(strides) < (self.short or 0) // 2 else None
 
     def tested_lengths(self, trained: int, text: str = WIKITEXT) -> list[int]:
         found = {
@@ -145,6 +162,12 @@ class Found:
             if each["mode"] == "nonoverlapping" and text_of(each) == text
         }
         return sorted(found)
+
+    def scaled(self, contender: str, trained: int) -> dict[str, Run]:
+        """The first seed stretched for longer texts, by how."""
+        stem = f"{contender}-{trained}-seed0-"
+        runs = [run for run in self.runs("scaled") if run.folder.name.startswith(stem) and run.records]
+        return {run.folder.name.removeprefix(stem): run for run in runs}
 
     @cached_property
     def contenders(self) -> list[str]:
