@@ -113,7 +113,8 @@ class Found:
 
     @cached_property
     def short(self) -> int | None:
-        return self.lengths[0] if self.lengths else None
+        """The shortest that was trained at; where none was, of which speeds are known."""
+        return next(iter(self.lengths or self.speed_lengths("dense")), None)
 
     @cached_property
     def texts(self) -> list[str]:

@@ -48,7 +48,7 @@ def main(results: Path = HERE, docs: Path = HERE.parent / "docs") -> int:
 
 def page_of(found: Found) -> str | None:
     """None where there is nothing to show."""
-    if not found.trained:
+    if next(found.every(), None) is None:
         return None
     parts = [head(found), claims(found)]
     for trained in found.lengths:
@@ -93,34 +93,46 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def head(found: Found) -> str:
-    run = found.trained[0]
-    model, train = run.read("config.json").get("model", {}), run.train
     runs = list(found.every())
-    machines = sorted({str(each.made["machine"]["gpu"] or "a CPU") for each in runs})
-    torches = sorted({each.made["machine"]["torch"] for each in runs})
-    commits = sorted({each.made["commit"] for each in runs})
-    seconds = sum({each.made["unit"]: each.made["seconds"] for each in runs}.values())
-    tokens = train["steps"] * train["batch_tokens"] / 1e6
-    shape = f"{model['num_layers']} layers, {model['d_model']} wide, {model['num_heads']} heads"
-    steps = f"{train['steps']:,} steps of {train['batch_tokens']:,} tokens, {tokens:,.1f} million in all"
+    made = [run.made for run in runs]
+    machines, torches, commits = (
+        ", ".join(sorted(each))
+        for each in (
+            {str(each["machine"]["gpu"] or "a CPU") for each in made},
+            {each["machine"]["torch"] for each in made},
+            {each["commit"] for each in made},
+        )
+    )
+    seconds = sum({each["unit"]: each["seconds"] for each in made}.values())
+    rows = [("machine", f"{machines}; torch {torches}; commits {commits}")]
+    if found.trained:
+        rows = [*_setting(found, found.trained[0]), *rows]
     return f"""<!-- made by results/page.py from the files in results/: change those, or that -->
 
 # The paper's claims, run again
 
 Every number here is of a run whose settings, commit, metrics and evaluations are in `results/`, made by `trainshort`
-commands alone. {len({each.made["unit"] for each in runs})} units of work, {seconds / 60:,.0f} minutes of computing.
+commands alone. {len({each["unit"] for each in made})} units of work, {seconds / 60:,.0f} minutes of computing.
 
-| | |
-| --- | --- |
-| model | {shape}, vocabulary of {model["vocab_size"]:,} |
-| training | {steps}, of English Wikipedia of 2015 |
-| tests | {", ".join(found.texts)}: each whole, every token but the first scored once at every length |
-| machine | {", ".join(machines)}; torch {", ".join(torches)}; commits {", ".join(commits)} |
-
+{table(("", ""), rows).replace("| --- | ---: |", "| --- | --- |")}
 The models are far smaller than the paper's, and were trained on other text with another tokenizer: perplexities here
 are comparable with each other, not with the paper's. What can be compared is what becomes of them beyond the trained
 length, so tables give ratios beside them.
 """
+
+
+def _setting(found: Found, run: Run) -> list[tuple[str, str]]:
+    """What all runs have in common."""
+    model, train = run.read("config.json").get("model", {}), run.train
+    shape = f"{model['num_layers']} layers, {model['d_model']} wide, {model['num_heads']} heads"
+    tokens = train["steps"] * train["batch_tokens"] / 1e6
+    steps = f"{train['steps']:,} steps of {train['batch_tokens']:,} tokens, {tokens:,.1f} million in all"
+    texts = f"{', '.join(found.texts)}: each whole, every token but the first scored once at every length"
+    return [
+        ("model", f"{shape}, vocabulary of {model['vocab_size']:,}"),
+        ("training", f"{steps}, of English Wikipedia of 2015"),
+        ("tests", texts),
+    ]
 
 
 def claims(found: Found) -> str:
@@ -445,11 +457,11 @@ def rates(found: Found) -> str:
 def how(found: Found) -> str:
     tf32 = all(run.made.get("environment", {}).get(TF32) == "1" for run in found.trained)
     products = ", with products in TF32" if tf32 else ""
+    measured = f"Perplexities and recall are in {_dtypes(found)}{products}; speeds" if found.trained else "Speeds"
     again = paragraph(
         "`results/README.md` has the commands; `made.json` in the folder of each run lists those that made it. One",
         "seed where nothing else is said: differences of a percent between methods are no finding; ± is one standard",
-        f"deviation over seeds. Perplexities and recall are in {_dtypes(found)}{products}; speeds and inspections in",
-        "bfloat16.",
+        f"deviation over seeds. {measured} and inspections are in bfloat16.",
     )
     paper = paragraph(
         f"The paper is {PAPER['source']}. Its numbers were transcribed from its tables by third parties."

@@ -536,6 +536,15 @@ def test_recall_is_over_seeds_by_depth_and_with_methods_stretched(modules: Modul
     assert names == ["ALiBi", "ALiBi, scaled: ntk", "chance"]
 
 
+def test_speeds_alone_make_a_page(modules: Modules, tmp_path: Path) -> None:
+    for name, length in (("alibi", 512), ("sinusoidal", 1024)):
+        make_run(tmp_path, f"speed/{name}-dense-{length}", {})
+    page = modules.page.page_of(modules.found.Found(tmp_path))
+    assert "NVIDIA H200; torch 2.11.0; commits abc" in page
+    assert "tokens/s, L = 512 over sinusoidal L = 1,024: 1.000" in page
+    assert "| ALiBi | 512 | 1,024 | – | 0k | 0.00 | – | – |" in page
+
+
 def test_sliding_windows_and_what_heads_see(modules: Modules, tmp_path: Path) -> None:
     """By the short length on WikiText, by half their length on books."""
     make_run(tmp_path, "extrapolation/alibi-512-seed0", {512: 20.0})
