@@ -307,7 +307,7 @@ class _Plan:
         return Unit(
             name,
             f"full at {length}" + (" and scaled" if scaled else ""),
-            180,
+            150 + 30 * len(scaled) + (40 if length > self.size.length else 0),
             commands,
             (name, *scaled),
             contender=contender.name,
