@@ -10,8 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from plan import CONTENDERS, failure, validation_loss
+
 Record = dict[str, Any]
 WIKITEXT = "wikitext-103-valid"
+LABELS = {
+    "alibi": "ALiBi", "sinusoidal": "sinusoidal", "rotary": "rotary", "t5": "T5 bias", "fox": "FoX",
+    "alibi-free": "ALiBi, 2 of 8 heads without slope", "learned": "learned", "none": "no positions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,27 @@ class Run:
         return self.folder.name.rsplit("-", 2)[0]
 
     @property
+    def diverged(self) -> bool:
+        return failure(self.folder, "train") == "diverged"
+
+    @property
     def validation_loss(self) -> float | None:
-        found = [row["validation_loss"] for row in self.metrics if "validation_loss" in row]
-        return found[-1] if found else None
+        return validation_loss(self.folder)
+
+    def ran_out_of_memory(self, command: str) -> bool:
+        return failure(self.folder, command) == "not enough memory"
+
+    @property
+    def state(self) -> Record:
+        """Of training that came to its end; empty for other."""
+        state = self.read("state/state.json")
+        return state if state.get("finished") else {}
 
     @property
     def training_speed(self) -> float | None:
         """Tokens a second over the later half of the logged steps, without compiling."""
+        if not self.state:
+            return None
         rows = [row for row in self.metrics if "loss" in row]
         first, last = (rows[len(rows) // 2 - 1], rows[-1]) if len(rows) > 3 else (None, None)
         if first is None or last is None or last["seconds"] <= first["seconds"]:
@@ -64,7 +84,11 @@ class Run:
 
     @property
     def training_memory(self) -> int | None:
-        return self.read("state/state.json").get("peak_memory_bytes")
+        return self.state.get("peak_memory_bytes")
+
+    def tested(self, name: str) -> float | int | None:
+        """A figure of the one test of a speed."""
+        return self.records[0].get(name) if self.records else None
 
 
 class Found:
@@ -89,7 +113,8 @@ class Found:
 
     @cached_property
     def short(self) -> int | None:
-        return self.lengths[0] if self.lengths else None
+        """The shortest that was trained at; where none was, of which speeds are known."""
+        return next(iter(self.lengths or self.speed_lengths("dense")), None)
 
     @cached_property
     def texts(self) -> list[str]:
@@ -97,28 +122,37 @@ class Found:
         names = {text_of(record) for run in self.trained for record in run.records}
         return sorted(names, key=lambda name: (name != WIKITEXT, name))
 
-    def perplexity(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> float | None:
-        """Nonoverlapping, of the whole text: the mean over seeds."""
-        found = [
-            each["perplexity"]
+    def perplexities(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> dict[int, float]:
+        """Nonoverlapping, of the whole text: by seed."""
+        return {
+            run.train["seed"]: each["perplexity"]
             for run in self.of(contender, trained)
             for each in run.records
             if each["mode"] == "nonoverlapping" and each["length"] == length and text_of(each) == text
             if each.get("perplexity") is not None
-        ]
-        return statistics.fmean(found) if found else None
+        }
 
-    def sliding(self, contender: str, trained: int, *, small: bool) -> dict[int, float]:
-        """Perplexity by length, with the small stride or with that of the short length."""
+    def perplexity(self, contender: str, trained: int, length: int, text: str = WIKITEXT) -> float | None:
+        """The mean over seeds."""
+        found = self.perplexities(contender, trained, length, text)
+        return statistics.fmean(found.values()) if found else None
+
+    def sliding(self, contender: str, trained: int, stride: int | None, text: str = WIKITEXT) -> dict[int, float]:
+        """Perplexity by length, the mean over seeds, of windows that move by `stride`; None: by half their length."""
         by_length: dict[int, list[float]] = {}
         for run in self.of(contender, trained):
-            slid = [each for each in run.records if each["mode"] == "sliding" and each.get("perplexity") is not None]
-            strides = {each["stride"] for each in slid}
-            wanted = min(strides) if small and len(strides) > 1 else max(strides, default=0)
-            for each in slid:
-                if each["stride"] == wanted and (not small or len(strides) > 1):
+            for each in run.records:
+                wanted = each["length"] // 2 if stride is None else stride
+                slid = each["mode"] == "sliding" and each["stride"] == wanted and text_of(each) == text
+                if slid and each.get("perplexity") is not None:
                     by_length.setdefault(each["length"], []).append(each["perplexity"])
         return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
+
+    @cached_property
+    def small_stride(self) -> int | None:
+        """The smallest, at which every token has a full window."""
+        strides = {each["stride"] for run in self.trained for each in run.records if each["mode"] == "sliding"}
+        return min(strides) if strides and min(strides) < (self.short or 0) // 2 else None
 
     def tested_lengths(self, trained: int, text: str = WIKITEXT) -> list[int]:
         found = {
@@ -130,11 +164,15 @@ class Found:
         }
         return sorted(found)
 
+    def scaled(self, contender: str, trained: int) -> dict[str, Run]:
+        """The first seed stretched for longer texts, by how."""
+        stem = f"{contender}-{trained}-seed0-"
+        runs = [run for run in self.runs("scaled") if run.folder.name.startswith(stem) and run.records]
+        return {run.folder.name.removeprefix(stem): run for run in runs}
+
     @cached_property
     def contenders(self) -> list[str]:
         """In the order of the plan, as far as there are results."""
-        from plan import CONTENDERS
-
         there = {run.contender for run in self.trained}
         return [each.name for each in CONTENDERS if each.name in there]
 

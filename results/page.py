@@ -3,39 +3,29 @@
 python results/page.py            # write the page and its figures
 python results/page.py --check    # fail if the page is not what the files say
 
-Without results there is no page. Figures are drawn by `trainshort report`'s own code.
+Without results there is no page. Figures are drawn by `trainshort report`'s own code (drawing.py).
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import sys
-import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent))
 
-from claims import CLAIMS, verdict  # noqa: E402  beside this file
-from found import Found, Run, text_of  # noqa: E402
+import drawing  # noqa: E402  beside this file
+from claims import CLAIMS, spread_of, verdict  # noqa: E402
+from found import LABELS, WIKITEXT, Found, Run, text_of  # noqa: E402
 
 PAPER = json.loads((HERE / "paper.json").read_text())
-FIGURES = {  # of the report, and what the page says of them
-    "extrapolation": "Perplexity on WikiText-103's validation set by test length, nonoverlapping windows",
-    "sliding": "The same with sliding windows, which leave no token without context",
-    "loss_by_position": "Loss by place in the window",
-    "recall_passkey": "Recall of a passkey by length; the dashed line is chance",
-    "recall_copy": "Recall of a passage by length",
-    "kept": "What certified windows keep, by layer and head",
-}
-LABELS = {
-    "alibi": "ALiBi", "sinusoidal": "sinusoidal", "rotary": "rotary", "t5": "T5 bias", "fox": "FoX",
-    "alibi-free": "ALiBi, 2 of 8 heads without slope", "learned": "learned", "none": "no positions",
-}  # fmt: skip
+BY_DEPTH = (1, 4, 16)  # times the training length, where recall is shown by depth
+TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 
 
 def main(results: Path = HERE, docs: Path = HERE.parent / "docs") -> int:
@@ -51,40 +41,49 @@ def main(results: Path = HERE, docs: Path = HERE.parent / "docs") -> int:
         print("there are no results yet, and so no page: results/README.md says how they are made")
         return 0
     page.write_text(text)
-    draw(found, docs / "reproduced")
+    draw(found, docs)
     print(page)
     return 0
 
 
 def page_of(found: Found) -> str | None:
     """None where there is nothing to show."""
-    if not found.trained:
+    if next(found.every(), None) is None:
         return None
     parts = [head(found), claims(found)]
     for trained in found.lengths:
         parts.append(extrapolation(found, trained))
-    parts += [headline(found), speeds(found), curse(found), recall(found), windows(found), rates(found), how(found)]
+    parts += [headline(found), sliding(found), curse(found), recall(found), speeds(found)]
+    parts += [windows(found), rates(found), how(found)]
     return "\n".join(part for part in parts if part)
 
 
-def draw(found: Found, folder: Path) -> None:
-    """The figures of each training length, by the report's own code."""
-    from trainshort.report.build import build_report
-
+def draw(found: Found, docs: Path) -> None:
+    """docs/reproduced/, and docs/reproduced.svg, which is for the README."""
+    folder = docs / "reproduced"
+    folder.mkdir(exist_ok=True)
+    figures = [*drawing.of_speed(found)]
     for trained in found.lengths[:2]:
-        runs = [run.folder for name in found.contenders for run in found.of(name, trained)]
-        with tempfile.TemporaryDirectory() as place:
-            build_report(runs, place)
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in FIGURES:
-                path = Path(place) / "figures" / f"{name}.svg"
-                if path.exists():
-                    shutil.copyfile(path, folder / f"{name}-{trained}.svg")
+        figures += [*drawing.of_trained(found, trained), *drawing.of_scaled(found, trained)]
+    for old in set(folder.glob("*.svg")) - {folder / f"{each.name}.svg" for each in figures}:
+        old.unlink()
+    for each in figures:
+        (folder / f"{each.name}.svg").write_bytes(each.svg)
+    if (front := drawing.front(found)) is not None:
+        (docs / "reproduced.svg").write_bytes(front.svg)
+
+
+def shown(figures: Sequence[drawing.Figure]) -> list[str]:
+    return [f"![{each.caption}](reproduced/{each.name}.svg)\n\n*{each.caption}.*\n" for each in figures]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(columns)} |", "| --- " + "| ---: " * (len(columns) - 1) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def paragraph(*sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences), 118) + "\n"
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -94,34 +93,46 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def head(found: Found) -> str:
-    run = found.trained[0]
-    model, train = run.read("config.json").get("model", {}), run.train
     runs = list(found.every())
-    machines = sorted({str(each.made["machine"]["gpu"] or "a CPU") for each in runs})
-    torches = sorted({each.made["machine"]["torch"] for each in runs})
-    commits = sorted({each.made["commit"] for each in runs})
-    seconds = sum({each.made["unit"]: each.made["seconds"] for each in runs}.values())
-    tokens = train["steps"] * train["batch_tokens"] / 1e6
-    shape = f"{model['num_layers']} layers, {model['d_model']} wide, {model['num_heads']} heads"
-    steps = f"{train['steps']:,} steps of {train['batch_tokens']:,} tokens, {tokens:,.1f} million in all"
+    made = [run.made for run in runs]
+    machines, torches, commits = (
+        ", ".join(sorted(each))
+        for each in (
+            {str(each["machine"]["gpu"] or "a CPU") for each in made},
+            {each["machine"]["torch"] for each in made},
+            {each["commit"] for each in made},
+        )
+    )
+    seconds = sum({each["unit"]: each["seconds"] for each in made}.values())
+    rows = [("machine", f"{machines}; torch {torches}; commits {commits}")]
+    if found.trained:
+        rows = [*_setting(found, found.trained[0]), *rows]
     return f"""<!-- made by results/page.py from the files in results/: change those, or that -->
 
 # The paper's claims, run again
 
 Every number here is of a run whose settings, commit, metrics and evaluations are in `results/`, made by `trainshort`
-commands alone. {len({each.made["unit"] for each in runs})} units of work, {seconds / 60:,.0f} minutes of computing.
+commands alone. {len({each["unit"] for each in made})} units of work, {seconds / 60:,.0f} minutes of computing.
 
-| | |
-| --- | --- |
-| model | {shape}, vocabulary of {model["vocab_size"]:,} |
-| training | {steps}, of English Wikipedia of 2015 |
-| tests | {", ".join(found.texts)}: each whole, every token but the first scored once at every length |
-| machine | {", ".join(machines)}; torch {", ".join(torches)}; commits {", ".join(commits)} |
-
+{table(("", ""), rows).replace("| --- | ---: |", "| --- | --- |")}
 The models are far smaller than the paper's, and were trained on other text with another tokenizer: perplexities here
 are comparable with each other, not with the paper's. What can be compared is what becomes of them beyond the trained
 length, so tables give ratios beside them.
 """
+
+
+def _setting(found: Found, run: Run) -> list[tuple[str, str]]:
+    """What all runs have in common."""
+    model, train = run.read("config.json").get("model", {}), run.train
+    shape = f"{model['num_layers']} layers, {model['d_model']} wide, {model['num_heads']} heads"
+    tokens = train["steps"] * train["batch_tokens"] / 1e6
+    steps = f"{train['steps']:,} steps of {train['batch_tokens']:,} tokens, {tokens:,.1f} million in all"
+    texts = f"{', '.join(found.texts)}: each whole, every token but the first scored once at every length"
+    return [
+        ("model", f"{shape}, vocabulary of {model['vocab_size']:,}"),
+        ("training", f"{steps}, of English Wikipedia of 2015"),
+        ("tests", texts),
+    ]
 
 
 def claims(found: Found) -> str:
@@ -142,12 +153,12 @@ def extrapolation(found: Found, trained: int) -> str:
         lengths = found.tested_lengths(trained, text)
         rows = []
         for name in contenders:
-            seeds = len(found.of(name, trained))
-            values = [found.perplexity(name, trained, length, text) for length in lengths]
-            label = LABELS[name] + (f" ({seeds} seeds)" if seeds > 1 else "")
-            rows.append((label, *(_with_ratio(value, values[0]) for value in values)))
-            rows += _scaled_rows(found, name, trained, text, lengths, values[0])
-        parts += [f"Perplexity on {text}, and its ratio to that at {trained:,}:\n"]
+            seeds = [list(found.perplexities(name, trained, length, text).values()) for length in lengths]
+            base = found.perplexity(name, trained, trained, text)
+            missing = "diverged" if all(run.diverged for run in found.of(name, trained)) else "–"
+            rows.append((_label(found, name, trained), *(_of_seeds(values, base, missing) for values in seeds)))
+            rows += _scaled_rows(found, name, trained, text, lengths)
+        parts += [f"Perplexity on {text} in nonoverlapping windows, and its ratio to that at {trained:,}:\n"]
         parts += [table((f"{text}", *(f"{length:,}" for length in lengths)), rows)]
     if (paper := PAPER["extrapolation"].get(str(trained))) is not None:
         rows = []
@@ -156,41 +167,44 @@ def extrapolation(found: Found, trained: int) -> str:
         parts += [f"The paper's {paper['table']} ({PAPER['setting']}):\n"]
         parts += [table(("the paper", *(f"{length:,}" for length in paper["lengths"])), rows)]
     if trained in found.lengths[:2]:
-        parts += [f"![{what}](reproduced/{name}-{trained}.svg)\n" for name, what in _drawn(found, trained)]
+        parts += shown([*drawing.of_trained(found, trained), *drawing.of_scaled(found, trained)])
     return "\n".join(parts)
 
 
-def _drawn(found: Found, trained: int) -> list[tuple[str, str]]:
-    runs = [run for run in found.trained if run.train["length"] == trained]
-    there = {"extrapolation"}
-    there |= {"loss_by_position" for run in runs for each in run.records if "loss_by_position" in each}
-    there |= {"sliding" for run in runs for each in run.records if each["mode"] == "sliding"}
-    there |= {f"recall_{each['task']}" for run in runs for each in run.recall}
-    there |= {"kept" for run in runs for each in run.records if "kept" in each}
-    return [(name, what) for name, what in FIGURES.items() if name in there]
+def _label(found: Found, name: str, trained: int) -> str:
+    runs = found.of(name, trained)
+    diverged = sum(run.diverged for run in runs)
+    if len(runs) < 2:
+        return LABELS[name]
+    return f"{LABELS[name]} ({len(runs)} seeds" + (f", {diverged} diverged)" if diverged else ")")
 
 
-def _scaled_rows(
-    found: Found, name: str, trained: int, text: str, lengths: Sequence[int], base: float | None
-) -> list[tuple[str, ...]]:
-    """The same weights, stretched for longer texts: of the first seed, like all that is scaled."""
+def _of_seeds(values: Sequence[float], base: float | None, missing: str) -> str:
+    """The mean, its ratio, and the standard deviation where there are seeds."""
+    if not values:
+        return missing
+    mean, spread = statistics.fmean(values), spread_of(values)
+    return number(mean) + ("" if spread is None else f" ± {number(spread)}") + _ratio(mean, base)
+
+
+def _scaled_rows(found: Found, name: str, trained: int, text: str, lengths: Sequence[int]) -> list[tuple[str, ...]]:
+    """The same weights, stretched for longer texts: of the first seed, and relative to that one."""
+    base = found.perplexities(name, trained, trained, text).get(0)
     rows = []
-    for run in found.runs("scaled"):
-        stem, way = run.folder.name.rsplit("-", 1)
-        if stem != f"{name}-{trained}-seed0":
-            continue
+    for way, run in found.scaled(name, trained).items():
         values = {each["length"]: each.get("perplexity") for each in run.records if text_of(each) == text}
         if values:
-            rows.append(
-                (f"{LABELS[name]}, scaled: {way}", *(_with_ratio(values.get(each), base) for each in lengths))
-            )
+            cells = (_with_ratio(values.get(each), base) for each in lengths)
+            rows.append((f"{LABELS[name]}, scaled: {way}", *cells))
     return rows
 
 
 def _with_ratio(value: float | None, base: float | None) -> str:
-    if value is None:
-        return "–"
-    return number(value) + (f" (×{number(value / base)})" if base else "")
+    return "–" if value is None else number(value) + _ratio(value, base)
+
+
+def _ratio(value: float, base: float | None) -> str:
+    return f" (×{number(value / base)})" if base else ""
 
 
 def headline(found: Found) -> str:
@@ -203,10 +217,7 @@ def headline(found: Found) -> str:
             row = [LABELS[name], f"{own:,}", f"{2 * trained:,}", number(found.perplexity(name, own, 2 * trained))]
             for attention in ("dense", "auto"):
                 run = found.speed(name, attention, own)
-                row += [
-                    _thousands(run.training_speed if run else None),
-                    _gigabytes(run.training_memory if run else None),
-                ]
+                row += [_shown(run, *TRAINING_SPEED), _shown(run, *TRAINING_MEMORY)]
             rows.append(row)
     columns = ("", "trained at", "tested at", "perplexity", "dense: tokens/s", "GB", "kernels: tokens/s", "GB")
     text = (
@@ -215,36 +226,78 @@ def headline(found: Found) -> str:
     return (
         f"## Train short, test long\n\n{text}\ndense attention as in the paper's time and with today's kernels.\n\n"
         + table(columns, rows)
+        + against_long(found)
     )
+
+
+def against_long(found: Found) -> str:
+    """The same at more lengths, beside the paper's."""
+    paper = PAPER["against_long"]
+    if found.short != paper["lengths"][0]:
+        return ""
+    rows, lengths = [], paper["lengths"]
+    for trained, values in paper["alibi"].items():
+        ours = [found.perplexity("alibi", int(trained), length) for length in lengths]
+        rows.append((f"ALiBi, L = {int(trained):,}", *map(number, ours)))
+        rows.append((f"the paper: ALiBi, L = {int(trained):,}", *map(number, values)))
+    ours = [found.perplexity("sinusoidal", length, length) for length in lengths]
+    rows.append(("sinusoidal, trained at the length of the test", *map(number, ours)))
+    rows.append(("the paper: sinusoidal, the same", *map(number, paper["sinusoidal"])))
+    said = f"Perplexity by the length of the test, on {WIKITEXT}, beside the paper's"
+    shown = [row for row in rows if any(cell != "–" for cell in row[1:])]
+    return f"\n{said} ({PAPER['setting']}):\n\n" + table(("", *(f"{length:,}" for length in lengths)), shown)
+
+
+def sliding(found: Found) -> str:
+    """Windows that overlap leave no token without context."""
+    parts = []
+    for trained in found.lengths[:2]:
+        for text in found.texts:
+            stride = found.short if text == WIKITEXT else None
+            by_name = {name: found.sliding(name, trained, stride, text) for name in found.contenders}
+            lengths = sorted({length for values in by_name.values() for length in values})
+            rows = [
+                (
+                    _label(found, name, trained),
+                    *(_with_ratio(values.get(each), values.get(trained)) for each in lengths),
+                )
+                for name, values in by_name.items()
+                if values
+            ]
+            if rows:
+                moved = "half their length" if stride is None else f"{stride:,} tokens"
+                parts += [f"Perplexity on {text}, trained at {trained:,}, with windows that slide by {moved}:\n"]
+                parts += [table((text, *(f"{length:,}" for length in lengths)), rows)]
+    if not parts:
+        return ""
+    paper = PAPER["sliding"]
+    known = ", ".join(f"{name} {number(value)}" for name, value in paper["perplexity"].items())
+    parts += [f"The paper has, on {paper['setting']}: {known}.\n"]
+    return "\n".join(["## Sliding windows\n", *parts])
 
 
 def _thousands(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e3:,.0f}k"
 
 
-def _gigabytes(value: int | None) -> str:
+def _gigabytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e9:,.2f}"
 
 
 def speeds(found: Found) -> str:
     if not found.runs("speed"):
         return ""
-    parts = ["## Speed and memory\n"]
+    parts = ["## Speed and memory\n", *shown(drawing.of_speed(found))]
     names = {"dense": "dense attention, as in the paper's time", "auto": "today's kernels"}
     for attention, what in names.items():
-        lengths = found.speed_lengths(attention)
+        if not (lengths := found.speed_lengths(attention)):
+            continue
         contenders = [each for each in LABELS if any(found.speed(each, attention, length) for length in lengths)]
-        kinds = {
-            "training, tokens/s": lambda run: _thousands(run.training_speed),
-            "training, GB": lambda run: _gigabytes(run.training_memory),
-            "evaluation, tokens/s": lambda run: _thousands(_tested(run, "tokens_per_second")),
-            "evaluation, GB": lambda run: _gigabytes(_tested(run, "peak_memory_bytes")),
-        }
         rows = []
-        for kind, show in kinds.items():
+        for kind, way in SPEEDS.items():
             for name in contenders:
                 runs = [found.speed(name, attention, length) for length in lengths]
-                rows.append((f"{LABELS[name]}: {kind}", *(_shown(run, show) for run in runs)))
+                rows.append((f"{LABELS[name]}: {kind}", *(_shown(run, *way) for run in runs)))
         parts += [f"With {what}:\n", table(("", *(f"{length:,}" for length in lengths)), rows)]
     paper = PAPER["speed"]
     rows = [
@@ -257,73 +310,113 @@ def speeds(found: Found) -> str:
     return "\n".join(parts)
 
 
-def _tested(run: Run, name: str) -> float | int | None:
-    return run.records[0].get(name) if run.records else None
+Shown = tuple[str, Callable[[Run], str]]  # by which command it was measured
+TRAINING_SPEED: Shown = "train", lambda run: _thousands(run.training_speed)
+TRAINING_MEMORY: Shown = "train", lambda run: _gigabytes(run.training_memory)
+SPEEDS: Mapping[str, Shown] = {
+    "training, tokens/s": TRAINING_SPEED,
+    "training, GB": TRAINING_MEMORY,
+    "evaluation, tokens/s": ("evaluate", lambda run: _thousands(run.tested("tokens_per_second"))),
+    "evaluation, GB": ("evaluate", lambda run: _gigabytes(run.tested("peak_memory_bytes"))),
+}
 
 
-def _shown(run: Run | None, show: object) -> str:
+def _shown(run: Run | None, command: str, show: Callable[[Run], str]) -> str:
     if run is None:
         return "–"
-    out = any(f"/{run.folder.name}" in " ".join(each["command"]) for each in run.made.get("failed", []))
-    assert callable(show)
-    return "out of memory" if out else str(show(run))
+    return "out of memory" if run.ran_out_of_memory(command) else show(run)
 
 
 def curse(found: Found) -> str:
     """Small strides: every token with a full window."""
-    rows, lengths = [], set[int]()
-    by_row = []
+    stride, by_row = found.small_stride, list[tuple[str, dict[int, float]]]()
+    if stride is None:
+        return ""
     for trained in found.lengths[:2]:
         for name in found.contenders:
-            if small := found.sliding(name, trained, small=True):
-                by_row.append((f"{LABELS[name]}, L = {trained:,}", small))
-                lengths |= set(small)
-    if not by_row:
-        return ""
-    ordered = sorted(lengths)
+            if small := found.sliding(name, trained, stride):
+                by_row.append((f"{_label(found, name, trained)}, L = {trained:,}", small))
+    ordered = sorted({length for _, small in by_row for length in small})
     rows = [(label, *(number(small.get(length)) for length in ordered)) for label, small in by_row]
     paper = PAPER["small_stride"]
     known = dict(zip(paper["lengths"], paper["alibi"]["512"], strict=True))
     rows.append(("the paper: ALiBi, L = 512, stride 1", *(number(known.get(length)) for length in ordered)))
-    intro = (
-        "Windows that slide by a few tokens give every token a full window. What longer windows gain here is use of\n"
-        "the longer context; what they gain beyond it above is fewer early tokens with little context.\n"
+    intro = paragraph(
+        f"Windows that slide by {stride} tokens give every token a full window. What longer windows gain here is use",
+        "of the longer context; what they gain beyond it above is fewer early tokens with little context.",
     )
     return f"## The early token curse\n\n{intro}\n" + table(("perplexity", *(f"{each:,}" for each in ordered)), rows)
 
 
+Shares = dict[int, list[float]]  # by length: the share of right answers at each depth, the mean over seeds
+
+
 def recall(found: Found) -> str:
-    rows, lengths = [], set[int]()
-    for task in ("passkey", "copy"):
-        for run in [*found.trained, *found.runs("scaled")]:
-            records = {each["length"]: each for each in run.recall if each["task"] == task}
-            if records and run.folder.name.split("-seed")[1][:1] == "0":
-                lengths |= set(records)
-                rows.append((task, run.folder.name.replace("-seed0", ""), records))
-    if not rows:
+    parts = []
+    for trained in found.lengths[:2]:
+        for task, what in (("passkey", "a passkey"), ("copy", "a passage")):
+            known = [(label, shares) for label, runs in _asked(found, trained) if (shares := _shares(runs, task))]
+            lengths = sorted({length for _, shares in known for length in shares})
+            if known:
+                rows = [(label, *(_recalled(shares, each, trained) for each in lengths)) for label, shares in known]
+                parts += [f"Recall of {what}, trained at {trained:,}:\n"]
+                parts += [table(("", *(f"{each:,}" for each in lengths)), rows)]
+    if not parts:
         return ""
-    ordered, chance = sorted(lengths), 1 / next(iter(rows[0][2].values()))["choices"]
-    shown = [(task, name, *(_share(records.get(length)) for length in ordered)) for task, name, records in rows]
-    intro = (
-        f"The share of right answers over all depths of a window; chance is {chance:.1%}. Names are of folders in\n"
-        "`results/`: the method, the training length, and how it was stretched.\n"
+    first = next(record for run in found.trained for record in run.recall)
+    trials, depths = first["trials"], first["depths"]
+    at, times = (", ".join(map(str, values)) for values in (depths, BY_DEPTH))
+    most = 50 / trials**0.5  # points, of a share of a half
+    least = most / len(depths) ** 0.5
+    intro = paragraph(
+        f"The share of right answers among {first['choices']}, of {trials} windows x {len(depths)} depths; chance is",
+        f"{1 / first['choices']:.1%}. In brackets, at {times} times the training length: the share in percent at",
+        f"each depth, {at} percent of the window, where 0 is its start. Means over seeds where there are several.",
+        f"One standard error of a share of a half is {most:.0f} points for {trials} windows; over all depths, at",
+        f"which cues and answers are the same, between {least:.0f} and {most:.0f}. All methods were asked the same.",
     )
-    return f"## Recall\n\n{intro}\n" + table(("task", "run", *(f"{each:,}" for each in ordered)), shown)
+    return "\n".join([f"## Recall\n\n{intro}", *parts])
 
 
-def _share(record: dict | None) -> str:
-    if record is None:
+def _asked(found: Found, trained: int) -> list[tuple[str, list[Run]]]:
+    """All seeds of each method, and the first as it was stretched."""
+    asked = []
+    for name in found.contenders:
+        if runs := found.of(name, trained):
+            asked.append((_label(found, name, trained), runs))
+        asked += [(f"{LABELS[name]}, scaled: {way}", [run]) for way, run in found.scaled(name, trained).items()]
+    return asked
+
+
+def _shares(runs: Sequence[Run], task: str) -> Shares:
+    by_length: dict[int, list[list[float]]] = {}
+    for run in runs:
+        for record in run.recall:
+            if record["task"] == task:
+                right = [count / record["trials"] for count in record["correct"]]
+                by_length.setdefault(record["length"], []).append(right)
+    return {
+        length: [statistics.fmean(values) for values in zip(*seeds, strict=True)]
+        for length, seeds in by_length.items()
+    }
+
+
+def _recalled(shares: Shares, length: int, trained: int) -> str:
+    if length not in shares:
         return "–"
-    return f"{statistics.fmean(record['correct']) / record['trials']:.0%}"
+    by_depth = f" ({', '.join(f'{share:.0%}'[:-1] for share in shares[length])})"
+    return f"{statistics.fmean(shares[length]):.0%}" + (by_depth if length // trained in BY_DEPTH else "")
 
 
 def windows(found: Found) -> str:
     """What certified windows say about how far heads can see, by layer."""
-    rows = []
-    for run in found.trained:
+    rows, read = [], set[int]()
+    inspected = [run for name in found.contenders for trained in found.lengths for run in found.of(name, trained)]
+    for run in inspected:
         seen = run.read("inspection.json")
-        if not seen.get("penalty") or run.train["seed"]:
+        if not seen.get("penalty"):
             continue
+        read.add(seen["text"]["tokens"])
         heads = seen["heads"]
         for layer, visited in enumerate(heads["visited"]):
             values = [statistics.fmean(heads[name][layer]) for name in ("reach", "needed")]
@@ -333,10 +426,11 @@ def windows(found: Found) -> str:
     if not rows:
         return ""
     columns = ("", "layer", "keys visited", "windows end, tokens away", "at most", "99% of attention within")
-    intro = (
-        "Of the first tokens of a book: the share of keys that attention visits, how many tokens away certified\n"
-        "windows end (everything beyond provably can't matter), and within how many tokens 99% of the attention\n"
-        "really lies; means over heads.\n"
+    of_text = " or ".join(sorted({f"{tokens:,}" for tokens in read}, key=len))
+    intro = paragraph(
+        f"Of a text of {of_text} tokens, the beginning of a book: the share of keys that attention visits, how many",
+        "tokens away certified windows end (everything beyond provably can't matter), and within how many tokens 99%",
+        "of the attention really lies; means over heads.",
     )
     return f"## How far heads can see\n\n{intro}\n" + table(columns, rows)
 
@@ -345,23 +439,34 @@ def rates(found: Found) -> str:
     tries = found.runs("rates")
     if not tries:
         return ""
-    rows = []
+    tried: dict[str, list[Run]] = {}
     for run in sorted(tries, key=lambda run: (list(LABELS).index(run.contender), run.train["lr"])):
-        used = any(each.train["lr"] == run.train["lr"] for each in found.of(run.contender, run.train["length"]))
-        loss = "diverged" if run.validation_loss is None else number(run.validation_loss, 4)
-        rows.append((LABELS[run.contender], f"{run.train['lr']:g}", loss, "used everywhere" if used else ""))
+        tried.setdefault(run.contender, []).append(run)
+    rows = []
+    for name, runs in tried.items():
+        for run in runs:
+            used = any(each.train["lr"] == run.train["lr"] for each in found.of(name, run.train["length"]))
+            end = {runs[0]: "lowest", runs[-1]: "highest"}.get(run) if len(runs) > 1 else None
+            said = "used everywhere" + (f"; the {end} that was tried: a better one may lie beyond" if end else "")
+            loss = "diverged" if run.diverged else number(run.validation_loss, 4)
+            rows.append((LABELS[name], f"{run.train['lr']:g}", loss, said if used else ""))
     intro = "Each method was tried with the same learning rates; the validation text is in no table above.\n"
     return f"## Learning rates\n\n{intro}\n" + table(("", "learning rate", "validation loss", ""), rows)
 
 
 def how(found: Found) -> str:
-    return (
-        "## To do it again\n\n`results/README.md` has the commands; `made.json` in the folder of each run lists\n"
-        "those that made it. One seed where nothing else is said: differences of a percent between methods are no\n"
-        "finding.\n"
-        f"Perplexities and recall are in {_dtypes(found)}, on a GPU with products in TF32; speeds and\n"
-        "inspections in bfloat16.\n"
+    tf32 = all(run.made.get("environment", {}).get(TF32) == "1" for run in found.trained)
+    products = ", with products in TF32" if tf32 else ""
+    measured = f"Perplexities and recall are in {_dtypes(found)}{products}; speeds" if found.trained else "Speeds"
+    again = paragraph(
+        "`results/README.md` has the commands; `made.json` in the folder of each run lists those that made it. One",
+        "seed where nothing else is said: differences of a percent between methods are no finding; ± is one standard",
+        f"deviation over seeds. {measured} and inspections are in bfloat16.",
     )
+    paper = paragraph(
+        f"The paper is {PAPER['source']}. Its numbers were transcribed from its tables by third parties."
+    )
+    return f"## To do it again\n\n{again}\n{paper}"
 
 
 def _dtypes(found: Found) -> str:

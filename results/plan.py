@@ -4,7 +4,7 @@ A unit is one run, or one speed: it is done wholly or not at all, and its comman
 but the choice of the learning rate. That is made by validation loss on text that no table shows.
 
     short        each method at the short length with three learning rates, then its best tested in every way
-    long         each method at twice the length with its best rate; sinusoidal at four times
+    long         each method at twice the length with its best rate; sinusoidal at four times, for the headline alone
     seeds        two more seeds of ALiBi and sinusoidal at the short length
     speed        some steps of training and a test at each length, with dense attention and with today's kernels
     checkpoint   a small ALiBi model to play with
@@ -13,7 +13,8 @@ but the choice of the learning rate. That is made by validation loss on text tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,8 +49,8 @@ CONTENDERS = (
     Contender("none", "none"),
 )
 BY_NAME = {each.name: each for each in CONTENDERS}
-PAPERS = ("sinusoidal", "rotary", "t5", "alibi")
-SPEED_METHODS = {"auto": (*PAPERS, "fox"), "dense": PAPERS}  # by how attention is computed
+PAPERS = ("alibi", "sinusoidal", "rotary", "t5")
+SPEED_METHODS = {"dense": PAPERS, "auto": (*PAPERS, "fox")}  # by how attention is computed
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,12 @@ class Size:
     checkpoint_steps: int
     checkpoint_length: int
     multiples: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16, 32)
-    far: tuple[int, ...] = (64, 128)
+    far: tuple[int, ...] = (64, 128)  # of contenders that are tested so far
     book_multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    small_multiples: tuple[int, ...] = (1, 2, 3, 4, 6)
+    small_multiples: tuple[int, ...] = (1, 2, 3, 4, 6)  # of the length that a model was trained at
     recall_multiples: tuple[int, ...] = (1, 2, 4, 8, 16)
-    speed_multiples: tuple[int, ...] = (1, 2, 4, 32, 128)
-    dense_multiples: tuple[int, ...] = (1, 2, 4, 8)
+    speed_multiples: tuple[int, ...] = (1, 2, 4, 6, 32, 128)
+    dense_multiples: tuple[int, ...] = (1, 2, 4, 6)  # the last is the paper's longest, 3,072
 
 
 SIZES = {
@@ -99,8 +100,8 @@ SIZES = {
         test_batch=65536,
         small_stride=16,
         small_tokens=12288,
-        trials=50,
-        inspected=4096,
+        trials=100,
+        inspected=16384,
         speed_steps=40,
         speed_tokens=65536,
         # 4 layers x 256: 7.3 million parameters, 14 MiB in 16 bits.
@@ -171,23 +172,26 @@ class Unit:
     seconds: int
     commands: Callable[[Path], list[Command]]  # of the folder with the results so far
     folders: tuple[str, ...]
+    contender: str = ""
     needs: tuple[str, ...] = ()
+    diverges: bool = False  # its training may, which is a result like any other
     alone: bool = False  # nothing else may run beside it; and a command of it may run out of memory
     keeps: bool = False  # its weights, for the unit that needs it
     tries: Mapping[str, str] = field(default_factory=dict)  # runs by learning rate, of which the best is gone on with
     publishes: bool = False  # its model, in 16 bits
 
 
-def units(part: str, size: Size, places: Places) -> list[Unit]:
-    """In the order in which they are best done."""
+def units(part: str, size: Size, places: Places, only: Collection[str] = ()) -> list[Unit]:
+    """In the order in which they are best done. only: contenders by name; all of them where none is named."""
     plan = _Plan(size, places)
-    return {
+    found = {
         "short": plan.short,
         "long": plan.long,
         "seeds": plan.seeds,
         "speed": plan.speed,
         "checkpoint": plan.checkpoint,
     }[part]()
+    return [unit for unit in found if not only or unit.contender in only]
 
 
 def name_of(contender: Contender, length: int, seed: int) -> str:
@@ -208,12 +212,21 @@ def best_rate(tries: Mapping[str, str], results: Path) -> str:
     return min(known, key=lambda rate: known[rate])
 
 
+def failure(run: Path, command: str) -> str | None:
+    """What became of the first of its commands of this name that failed: "diverged", or "not enough memory"."""
+    path = run / "made.json"
+    failed = json.loads(path.read_text()).get("failed", []) if path.exists() else []
+    return next((each["error"] for each in failed if each["command"][0] == command), None)
+
+
 def validation_loss(run: Path) -> float | None:
-    """The last in its metrics.jsonl."""
+    """The last in its metrics.jsonl; None of a run that did not reach its end, or came to nothing finite."""
     path = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if failure(run, "train") is not None or not path.exists():
+        return None
+    rows = map(json.loads, path.read_text().splitlines())
     found = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    return found[-1] if found else None
+    return found[-1] if found and math.isfinite(found[-1]) else None
 
 
 class _Plan:
@@ -238,7 +251,15 @@ class _Plan:
         return [self._full(BY_NAME[name], self.size.length, seed) for seed in (1, 2) for name in names]
 
     def speed(self) -> list[Unit]:
-        return [self._speed(BY_NAME[name], way) for way, names in SPEED_METHODS.items() for name in names]
+        """Short lengths first, all methods of one length after another: what is there can be compared."""
+        size = self.size
+        multiples = {"dense": size.dense_multiples, "auto": size.speed_multiples}
+        return [
+            self._speed(BY_NAME[name], way, multiple * size.length)
+            for way, names in SPEED_METHODS.items()
+            for multiple in multiples[way]
+            for name in names
+        ]
 
     def checkpoint(self) -> list[Unit]:
         size, name = self.size, "checkpoint/alibi"
@@ -253,7 +274,7 @@ class _Plan:
             tests = [self._test(run, text, lengths) for text in self._texts()]
             return [train, *tests]
 
-        return [Unit(name, "checkpoint", 150, commands, (name,), publishes=True)]
+        return [Unit(name, "checkpoint", 150, commands, (name,), contender="alibi", publishes=True)]
 
     def _try(self, contender: Contender, rate: str, name: str) -> Unit:
         run = f"{self.places.scratch}/{name}"
@@ -263,6 +284,8 @@ class _Plan:
             75,
             lambda results: [self._train(contender, self.size.length, 0, rate, run)],
             (name,),
+            contender=contender.name,
+            diverges=True,
             keeps=True,
         )
 
@@ -271,22 +294,25 @@ class _Plan:
         name = name_of(contender, length, seed)
         run = f"{self.places.scratch}/{name}"
         tries = tried(contender, self.size)
-        scaled = [f"scaled/{Path(name).name}-{way}" for way in contender.scaled]
+        ways = contender.scaled if seed == 0 else ()
+        scaled = [f"scaled/{Path(name).name}-{way}" for way in ways]
 
         def commands(results: Path) -> list[Command]:
             rate = best_rate(tries, results)
-            found = [self._train(contender, length, seed, rate, run), *self._tests(contender, length, run)]
-            for way, folder in zip(contender.scaled, scaled, strict=True):
+            found = [self._train(contender, length, seed, rate, run), *self._tests(contender, length, seed, run)]
+            for way, folder in zip(ways, scaled, strict=True):
                 found += self._scaled(contender, length, run, way, f"{self.places.scratch}/{folder}")
             return found
 
         return Unit(
             name,
-            "full",
-            180,
+            f"full at {length}" + (" and scaled" if scaled else ""),
+            150 + 30 * len(scaled) + (40 if length > self.size.length else 0),
             commands,
             (name, *scaled),
+            contender=contender.name,
             needs=tuple(tries.values()),
+            diverges=True,
             tries=tries if (length, seed) == (self.size.length, 0) else {},
         )
 
@@ -318,21 +344,35 @@ class _Plan:
     def _test(self, run: str, text: str, lengths: Sequence[int], *more: str) -> Command:
         return ["evaluate", run, "--text", text, "--lengths", *map(str, lengths), *self._common(), *more]
 
-    def _tests(self, contender: Contender, length: int, run: str) -> list[Command]:
-        """Everything that a run is asked: its weights do not outlast the command."""
+    def _tests(self, contender: Contender, length: int, seed: int, run: str) -> list[Command]:
+        """Everything that a run is asked: its weights do not outlast the command. Perplexities first."""
         size, (wikitext, *books) = self.size, self._texts()
         far = size.far if contender.far else ()
-        found = [self._test(run, wikitext, self._lengths((*size.multiples, *far), length))]
-        found += [self._test(run, book, self._lengths((*size.book_multiples, *far), length)) for book in books]
-        stride = ["--mode", "sliding", "--no-kept", "--stride"]
-        found.append(self._test(run, wikitext, self._lengths(size.multiples, length), *stride, str(size.length)))
-        small = self._lengths(size.small_multiples, length)
-        lead = ["--lead", str(max(size.small_multiples) * size.length), "--tokens", str(size.small_tokens)]
-        found.append(self._test(run, wikitext, small, *stride, str(size.small_stride), *lead))
+        multiples, of_books = (*size.multiples, *far), self._lengths((*size.book_multiples, *far), length)
+        sliding = ["--mode", "sliding", "--no-kept"]
+        found = [self._test(run, wikitext, self._lengths(multiples, length))]
+        found += [self._test(run, book, of_books) for book in books]
+        # With the stride of the paper's tables, whose cost grows with the length; on books, half of each length.
+        stride = ["--stride", str(size.length)]
+        found.append(self._test(run, wikitext, self._lengths(size.multiples, length), *sliding, *stride))
+        found += [self._test(run, book, of_books, *sliding) for book in books]
+        if length > 2 * size.length:  # is there to be compared with at its own length
+            return found
+        small, lead = self._small_lengths(length), max(self._small_lengths(2 * size.length))
+        stride = ["--stride", str(size.small_stride), "--lead", str(lead), "--tokens", str(size.small_tokens)]
+        found.append(self._test(run, wikitext, small, *sliding, *stride))
         found.append(self._recall(run, length))
-        inspect = ["inspect", run, "--text", books[0], "--no-page", "--out", f"{run}/inspection"]
-        inspect += ["--dtype", size.half, "--device", size.device, "--tokens", str(size.inspected)]
-        return [*found, inspect]
+        if seed == 0:
+            inspect = ["inspect", run, "--text", books[0], "--no-page", "--out", f"{run}/inspection"]
+            inspect += ["--dtype", size.half, "--device", size.device, "--tokens", str(size.inspected)]
+            found.append(inspect)
+        return found
+
+    def _small_lengths(self, length: int) -> list[int]:
+        """Of windows that move by the small stride: those that nonoverlapping ones have too, to be put beside."""
+        size = self.size
+        known = {size.length * multiple for multiple in size.multiples}
+        return [length * multiple for multiple in size.small_multiples if length * multiple in known]
 
     def _recall(self, run: str, length: int) -> Command:
         lengths = [max(length * multiple, 64) for multiple in self.size.recall_multiples]
@@ -349,22 +389,18 @@ class _Plan:
             [*self._recall(run, length), *flags],
         ]
 
-    def _speed(self, contender: Contender, attention: str) -> Unit:
-        """Alone on the machine, of a batch of the same number of tokens at every length."""
-        size = self.size
-        multiples = size.dense_multiples if attention == "dense" else size.speed_multiples
-        lengths = [size.length * multiple for multiple in multiples]
-        names = [f"speed/{contender.name}-{attention}-{length}" for length in lengths]
+    def _speed(self, contender: Contender, attention: str, length: int) -> Unit:
+        """Alone on the machine, in a process of its own, of a batch of the same number of tokens at every length."""
+        name = f"speed/{contender.name}-{attention}-{length}"
 
         def commands(results: Path) -> list[Command]:
-            pairs = zip(names, lengths, strict=True)
-            return [each for name, length in pairs for each in self._speed_at(contender, attention, name, length)]
+            return self._speed_at(contender, attention, name, length)
 
-        return Unit(names[0], "speed", 20 * len(lengths), commands, tuple(names), alone=True)
+        return Unit(name, f"speed at {length}", 35, commands, (name,), contender=contender.name, alone=True)
 
     def _speed_at(self, contender: Contender, attention: str, name: str, length: int) -> list[Command]:
         size, run = self.size, f"{self.places.scratch}/{name}"
-        tokens = str(max(size.speed_tokens, length))
+        tokens = str(length * max(1, size.speed_tokens // length))  # whole rows
         steps = str(size.speed_steps if length <= 4 * size.length else size.speed_steps // 3)
         train = ["train", "--data", self.places.data, "--out", run, "--position", contender.position, "--resume"]
         train += [*size.model, "--length", str(length), "--steps", steps, "--eval-tokens", "0"]

@@ -5,10 +5,12 @@ python results/run.py short --data build/paper-data --texts build/paper-texts --
 python results/run.py short long seeds checkpoint --size rehearsal --results /tmp/rehearsed ...
 
 Each unit of the plan (plan.py) runs its `trainshort` commands in a process of its own, --jobs units at once. Once it
-is done, the small files of its runs are copied into --results, with made.json: the commands, the commit, the machine
-and the seconds. Weights stay in --scratch and are removed when nothing needs them any more. A unit that is not done
-when the time is over is lost, and no other. --pack: one .tar.gz of all that this command made, whole at every moment,
-for machines from which only a file comes back; a model that is kept is in a second one beside it.
+is done, the small files of its runs are copied into --results, with made.json: the commands, the commit, the machine,
+the seconds, and failures that are results: training that diverged, speeds for which there was not enough memory.
+Parts are worked off in the order in which they are named, --only for some methods. Weights stay in --scratch and are
+removed when nothing needs them any more. A unit that is not done when the time is over is lost, and no other. --pack:
+one .tar.gz of all that this command made, whole at every moment, for machines from which only a file comes back; a
+model that is kept is in a second one beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
-from plan import ENVIRONMENT, PARTS, SIZES, Places, Unit, best_rate, units  # noqa: E402  beside this file
+from plan import (  # noqa: E402  beside this file
+    BY_NAME,
+    ENVIRONMENT,
+    PARTS,
+    SIZES,
+    Places,
+    Unit,
+    best_rate,
+    units,
+)
 
 SMALL = (
     "config.json", "train.json", "metrics.jsonl", "evaluation.json", "recall.json", "state/state.json",
@@ -43,6 +54,8 @@ SMALL = (
 )  # fmt: skip
 MADE = "made.json"
 NO_MEMORY = "not enough memory"  # as the command line says it
+DIVERGED, DIVERGED_SAYS = "diverged", "is too high, or the warm-up short"  # the latter as train says it
+RECORDED = (*ENVIRONMENT, "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LARGEST = 15 * 2**20  # bytes of the checkpoint that is kept
 
 
@@ -51,7 +64,7 @@ def main() -> int:
     places = Places(options.data, options.texts, options.scratch)
     if len(options.parts) == 0:
         options.parts = list(PARTS)
-    wanted = [unit for part in options.parts for unit in units(part, SIZES[options.size], places)]
+    wanted = [unit for part in options.parts for unit in units(part, SIZES[options.size], places, options.only)]
     if options.unit is not None:
         every = [unit for part in PARTS for unit in units(part, SIZES[options.size], places)]
         return _work(next(unit for unit in every if unit.name == options.unit), options)
@@ -63,7 +76,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default")
+    parts = f"of {', '.join(PARTS)}, worked off as they are named; by default all"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
+    parser.add_argument("--only", nargs="+", default=[], metavar="METHOD", help=f"of {', '.join(BY_NAME)}")
     parser.add_argument("--data", default="build/paper-data", help="the folder that trainshort prepare wrote")
     parser.add_argument("--texts", default="build/paper-texts", help="the folder of the texts to test on")
     parser.add_argument("--scratch", default="build/paper-runs", help="for weights, which are not kept")
@@ -78,6 +93,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}: there are {', '.join(PARTS)}")
+    if unknown := [name for name in options.only if name not in BY_NAME]:
+        parser.error(f"there is no method {unknown[0]!r}: there are {', '.join(BY_NAME)}")
     options.commit = options.commit or _commit()
     return options
 
@@ -185,18 +202,21 @@ class _Runner:
                 print(f"{each.unit.name}: stopped, and lost", flush=True)
         left = len(self.waiting) + len(self.running)
         print(f"{self.elapsed:.0f} s: {left} units are left, {len(self.failed)} failed {self.failed}", flush=True)
+        if blocked := [unit.name for unit in self.waiting if not self._has_needs(unit)]:
+            print(f"{len(blocked)} of those wait for tries that are not done, which the part short makes", flush=True)
         return int(bool(self.failed))
 
     def _next(self) -> Unit | None:
-        """The first that may start now: its needs are there, there is room beside the others, and time enough."""
+        """The first whose needs are there and that has time enough, if there is room for it beside the others."""
         if len(self.running) >= self.options.jobs or any(each.unit.alone for each in self.running):
             return None
         for unit in self.waiting:
-            ready = all((self.results / name / MADE).exists() for name in unit.needs)
-            fits = self.elapsed + self.guess.seconds(unit) <= self.options.limit
-            if ready and fits and not (unit.alone and self.running):
-                return unit
+            if self._has_needs(unit) and self.elapsed + self.guess.seconds(unit) <= self.options.limit:
+                return None if unit.alone and self.running else unit
         return None
+
+    def _has_needs(self, unit: Unit) -> bool:
+        return all((self.results / name / MADE).exists() for name in unit.needs)
 
     def _start_what_fits(self) -> None:
         while (unit := self._next()) is not None:
@@ -250,22 +270,25 @@ def _work(unit: Unit, options: argparse.Namespace) -> int:
     """The process of one unit: its commands one after another, then its files into the results."""
     from trainshort.cli.main import main as trainshort
 
-    began, failed = time.monotonic(), []
+    began, done, failed = time.monotonic(), list[list[str]](), list[dict[str, Any]]()
     scratch, results = Path(options.scratch), Path(options.results)
     _take_over(unit, scratch, results)
-    commands = unit.commands(results)
-    for command in commands:
+    for command in unit.commands(results):
         print("trainshort " + " ".join(command), flush=True)
         with _errors() as errors:
             status = trainshort(command)
         said = errors.read_text(errors="replace")
         errors.unlink()
         print(said, flush=True)
-        if status and not (unit.alone and NO_MEMORY in said):
+        done.append(["trainshort", *command])
+        if status == 0:
+            continue
+        if (error := _is_a_result(unit, command, said)) is None:
             return status
-        if status:
-            failed.append({"command": command, "error": NO_MEMORY})
-            _free()
+        failed.append({"command": command, "error": error})
+        _free()
+        if error == DIVERGED:
+            break  # there is nothing to test
     made = {
         "unit": unit.name,
         "kind": unit.kind,
@@ -274,8 +297,8 @@ def _work(unit: Unit, options: argparse.Namespace) -> int:
         "commit": options.commit,
         "jobs": int(os.environ.get("PAPER_JOBS", "1")),
         "machine": _machine(),
-        "environment": ENVIRONMENT,
-        "commands": [["trainshort", *command] for command in commands],
+        "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
+        "commands": done,
         "failed": failed,
     }
     if unit.publishes:
@@ -284,6 +307,13 @@ def _work(unit: Unit, options: argparse.Namespace) -> int:
         _collect(scratch / name, results / name, made)
     _clean_up(unit, scratch)
     return 0
+
+
+def _is_a_result(unit: Unit, command: Sequence[str], said: str) -> str | None:
+    """Why a command failed, where that is a finding to keep; None where it should be mended."""
+    if unit.alone and NO_MEMORY in said:
+        return NO_MEMORY
+    return DIVERGED if unit.diverges and command[0] == "train" and DIVERGED_SAYS in said else None
 
 
 @contextmanager
@@ -322,7 +352,10 @@ def _take_over(unit: Unit, scratch: Path, results: Path) -> None:
     if unit.tries and not (scratch / unit.name).exists():
         best = scratch / unit.tries[best_rate(unit.tries, results)]
         if (best / "model.safetensors").exists():
-            shutil.copytree(best, scratch / unit.name)
+            partial = scratch / f"{unit.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(best, partial)
+            os.replace(partial, scratch / unit.name)
 
 
 def _collect(run: Path, target: Path, made: dict[str, Any]) -> None:
@@ -332,10 +365,19 @@ def _collect(run: Path, target: Path, made: dict[str, Any]) -> None:
             place = target / Path(name).name if name.startswith("inspection") else target / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(run / name, place)
+    if made["jobs"] > 1 and (target / "metrics.jsonl").exists():
+        _leave_out_mfu(target / "metrics.jsonl")
     target.mkdir(parents=True, exist_ok=True)
     partial = target / f".{MADE}"
     partial.write_text(json.dumps(made, indent=1) + "\n")
     os.replace(partial, target / MADE)
+
+
+def _leave_out_mfu(path: Path) -> None:
+    """Of a run that shared its GPU with others: the share of the GPU that it used says nothing."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if name != "mfu"} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _clean_up(unit: Unit, scratch: Path) -> None:

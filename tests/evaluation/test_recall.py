@@ -94,6 +94,19 @@ def test_trials_are_the_same_at_every_length_but_for_the_filler() -> None:
     )
 
 
+@pytest.mark.parametrize("length", [200, 3872])  # the longest that the text is enough for
+def test_cues_and_passages_stand_nowhere_else_in_a_window(length: int) -> None:
+    """Distractors too: a model that has seen one would be right to expect it."""
+    places = np.arange(4000)
+    for task, task_size in ANSWER.items():
+        for trial in trials(places, task, length, RecallConfig(trials=20)):
+            assert len(trial.filler) == length + 1 - 2 * (CUE + task_size)
+            assert (np.diff(trial.filler) > 0).all()
+            assert not np.isin(trial.cue, trial.filler).any()
+            if task == "copy":
+                assert not np.isin(trial.answers, trial.filler).any()
+
+
 @pytest.mark.slow
 def test_whoever_remembers_is_right_and_only_as_far_back_as_that() -> None:
     lengths = (100, 400)
@@ -168,6 +181,8 @@ def test_texts_that_do_not_do() -> None:
     model = ts.LanguageModel(small_config())
     with pytest.raises(ValueError, match="too few to fill windows of 5,000"):
         recall(model, TOKENS, RecallConfig(lengths=(5000,)))
+    with pytest.raises(ValueError, match=r"windows of 3,873 without its answers \(4,001\)"):
+        recall(model, TOKENS, RecallConfig(lengths=(3873,)))
     with pytest.raises(ValueError, match="repeats itself"):
         recall(model, np.zeros(500, dtype=np.uint16), RecallConfig(lengths=(64,)))
 

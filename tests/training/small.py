@@ -76,14 +76,17 @@ def assert_same_run(left: Path, right: Path) -> None:
 
 
 def count_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that training compiles from now on, which are run as they are."""
+    """The graphs that training compiles from now on, run as they are. any_shape: compiled for more than one shape."""
     torch.compiler.reset()
     found: list[Any] = []
 
     def count(graph: Any, example_inputs: Any) -> Any:
         found.append(graph)
+        graph.any_shape = any(isinstance(each, torch.SymInt) for each in example_inputs)
         return graph.forward
 
     compile_blocks = LanguageModel.compile_blocks
-    monkeypatch.setattr(LanguageModel, "compile_blocks", lambda model: compile_blocks(model, backend=count))
+    monkeypatch.setattr(
+        LanguageModel, "compile_blocks", lambda model, **options: compile_blocks(model, backend=count, **options)
+    )
     return found

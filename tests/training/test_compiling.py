@@ -32,6 +32,17 @@ def test_one_graph(graphs: list[Any], data: Path, tmp_path: Path, dropout: float
             assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.parametrize("position", ["alibi", "sinusoidal", "rotary", "t5", "fox"])
+def test_later_runs_of_a_process_are_compiled_like_the_first(
+    graphs: list[Any], data: Path, tmp_path: Path, position: str
+) -> None:
+    """For their own shape: torch would compile the second for any shape, as it has seen another at the same place."""
+    for length in (32, 64):
+        sizes = {"length": length, "steps": 2, "eval_tokens": 160}
+        train(small_config(data, tmp_path / f"{length}", position=position, compile=True, **sizes), progress=False)
+    assert [graph.any_shape for graph in graphs] == [False] * 2
+
+
 @pytest.mark.slow
 def test_documents(graphs: list[Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for the first number of borders, and one for all others."""

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from trainshort.common.extras import MissingExtraError, pip_command
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+NO_MEMORY = re.compile(  # as torch, CUDA's libraries and Triton say it, whatever the error is wrapped in
+    r"CUDA out of memory|CUDA error: out of memory|\[CUDA\]: out of memory|STATUS_(\w+_)?ALLOC(ATION)?_FAILED"
+    r"|can't allocate memory"
+)
 PLAIN = (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, FileExistsError)
 
 
@@ -38,7 +42,7 @@ def name_flags(text: str, fields: Iterable[str]) -> str:
 
 def sentence(error: BaseException) -> str:
     """What happened, in one line without a traceback."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or NO_MEMORY.search(str(error)):
         return "not enough memory: use shorter lengths, a smaller batch or a smaller model"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("trainshort"):
         package = error.name.partition(".")[0]

@@ -8,7 +8,8 @@ that remembers nothing is right in one of `choices` trials, the level of chance.
     passkey   the answer is a few tokens from anywhere in the text, which no model could guess
     copy      the answer is a passage of the text
 
-Trials are the same at every depth and, but for the filler, at every length.
+Trials are the same at every depth and, but for the filler, at every length. The filler is the text without the cue
+and the answers of its trial: none of them is in the window but where it was put.
 """
 
 from __future__ import annotations
@@ -55,26 +56,35 @@ def trials(tokens: np.ndarray[Any, Any], task: str, length: int, config: RecallC
     for number in range(config.trials):
         draw = np.random.default_rng([config.seed, number, sorted(ANSWER).index(task)])
         place = int(draw.integers(len(tokens) - CUE + 1))
-        cue = np.asarray(tokens[place : place + CUE])
-        answers = _answers(tokens, task, config.choices, draw)
+        cue_at = np.arange(place, place + CUE)
+        answers_at = _answers(tokens, task, config.choices, draw)
         shown = int(draw.integers(config.choices))
-        start = int(draw.random() * (len(tokens) - room + 1))
-        yield Trial(np.asarray(tokens[start : start + room]), cue, answers, shown)
+        passages = (cue_at,) if task == "passkey" else (cue_at, answers_at.ravel())
+        filler_at = _filler(len(tokens), room, np.unique(np.concatenate(passages)), draw.random())
+        filler, cue, answers = (np.asarray(tokens[places]) for places in (filler_at, cue_at, answers_at))
+        yield Trial(filler, cue, answers, shown)
+
+
+def _filler(tokens: int, room: int, without: np.ndarray[Any, Any], where: float) -> np.ndarray[Any, Any]:
+    """`room` places one after another, but for those of `without`, which is sorted. where: from 0 to 1."""
+    start = int(where * (tokens - len(without) - room + 1))
+    places = np.arange(start, start + room)  # of the text that is left
+    return places + np.searchsorted(without - np.arange(len(without)), places, side="right")
 
 
 def _answers(
     tokens: np.ndarray[Any, Any], task: str, choices: int, draw: np.random.Generator
 ) -> np.ndarray[Any, Any]:
-    """Different ones, [choices, size]."""
+    """The places in the text of different ones, [choices, size]."""
     size = ANSWER[task]
     found: dict[bytes, np.ndarray[Any, Any]] = {}
     for _ in range(ATTEMPTS * choices):
         if task == "passkey":
-            answer = np.array([tokens[int(place)] for place in draw.integers(len(tokens), size=size)])
+            places = draw.integers(len(tokens), size=size)
         else:
             place = int(draw.integers(len(tokens) - size + 1))
-            answer = np.asarray(tokens[place : place + size])
-        found.setdefault(answer.astype("<i8").tobytes(), answer)
+            places = np.arange(place, place + size)
+        found.setdefault(np.asarray(tokens[places]).astype("<i8").tobytes(), places)
         if len(found) == choices:
             return np.stack(list(found.values()))
     raise ValueError(
@@ -107,10 +117,10 @@ def recall(
     if not config.lengths:
         raise ValueError("lengths must name at least one length")
     text = text_of(data, config.split)
-    if len(text.tokens) < max(config.lengths):
+    if len(text.tokens) < (least := max(config.lengths) + config.choices * max(ANSWER.values())):
         raise ValueError(
-            f"the text has {len(text.tokens):,} tokens, too few to fill windows of "
-            f"{max(config.lengths):,}: choose shorter lengths, or other data"
+            f"the text has {len(text.tokens):,} tokens, too few to fill windows of {max(config.lengths):,} without "
+            f"its answers ({least:,}): choose shorter lengths, or other data"
         )
     network, destination = opened_model(model, config.dtype, config.device, out, position_options)
     check_vocabulary(text, network)

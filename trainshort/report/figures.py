@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ HEAD_FIGURES = {
     "share of keys that attention visits": "visited",
 }
 MOST_INSIDE = 5  # entries of a legend; larger ones stand above the axes
+WIDTH, HEIGHT = 5.0, 3.4  # inches
+ROW = 0.16  # inches that a row of a legend above the axes takes, beyond the first rows
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -40,12 +43,13 @@ STYLE: dict[Any, Any] = {
 
 
 def drawn(chart: Chart, dots: int) -> Iterator[tuple[str, bytes]]:
-    """File names and contents: each view of the chart as SVG and PNG, but of heat maps the first of each kind."""
-    for name, view in _chosen(chart):
+    """File names and contents, as SVG and PNG, of each view that is chosen."""
+    for name, view in chosen(chart):
         yield from _rendered(name + chart.suffix, view, dots)
 
 
-def _chosen(chart: Chart) -> list[tuple[str, View]]:
+def chosen(chart: Chart) -> list[tuple[str, View]]:
+    """The views of a chart that are drawn, with the names of their files: of heat maps the first of each kind."""
     suffixes = {"by step": "", "perplexity per token": "", "scored tokens per second": "speed"}
     suffixes |= {
         "perplexity per word": "per_word",
@@ -77,7 +81,7 @@ def _rendered(name: str, view: View, dots: int) -> Iterator[tuple[str, bytes]]:
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # glyphs that the font does not have
-        figure = Figure(figsize=(5.0, 3.4), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         if view.traces[0]["type"] == "heatmap":
@@ -92,26 +96,63 @@ def _rendered(name: str, view: View, dots: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _lines(figure: Any, axes: Any, view: View) -> None:
-    for trace in view.traces:
+    shown = _legend_entries(view)
+    for trace, label in zip(view.traces, shown, strict=True):
         if trace.get("fill") == "toself":
             axes.fill(
                 *_known(trace["x"], trace["y"]), color=trace["line"]["color"], alpha=0.18, linewidth=0, zorder=1
             )
         else:
-            _line(axes, trace)
+            _line(axes, trace, label)
     _axis(axes, "x", view.layout["xaxis"])
     _axis(axes, "y", view.layout["yaxis"])
     if view.stretch is not None and view.is_stretched:
         _stretch(axes, view.stretch)
     _beyond(axes, view)
+    _legend(figure, axes, view)
+
+
+def _legend_entries(view: View) -> list[str | None]:
+    """What the legend says of each trace: a method that is drawn in several ways is named once."""
+    found, named = list[str | None](), set[str]()
+    for trace in view.traces:
+        name = str(trace["legendgroup"] if _way(trace) else trace["name"])
+        found.append(None if not trace.get("showlegend", True) or (name in named and _way(trace)) else name)
+        named.add(name)
+    return found
+
+
+def _way(trace: dict[str, Any]) -> str:
+    """In which way a method is drawn here, where its name says more than who it is: `sliding, stride 512`."""
+    group = trace.get("legendgroup", "")
+    return str(trace["name"]).removeprefix(f"{group}, ") if str(trace["name"]).startswith(f"{group}, ") else ""
+
+
+def _legend(figure: Any, axes: Any, view: View) -> None:
+    """Inside the axes, or above them where it is large: in as many columns as fit, with room for its rows."""
+    from matplotlib.lines import Line2D
+
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > MOST_INSIDE:
-        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7)
-    elif handles:
-        axes.legend(fontsize=8)
+    ways = {way: trace["line"]["dash"] for trace in view.traces if (way := _way(trace)) and "fill" not in trace}
+    for way, dash in ways.items():
+        style: Any = LINES[dash]
+        handles.append(Line2D([], [], color="0.35", linewidth=1.5, linestyle=style))
+        labels.append(for_matplotlib(_plain(way)))
+    if 0 < len(handles) <= MOST_INSIDE:
+        axes.legend(handles, labels, fontsize=8)
+    if len(handles) <= MOST_INSIDE:
+        return
+    for columns in (2, 1):
+        legend = figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=7)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            break
+        if columns > 1:
+            legend.remove()
+    rows = -(-len(handles) // columns)
+    figure.set_figheight(HEIGHT + ROW * max(0, rows - 3))
 
 
-def _line(axes: Any, trace: dict[str, Any]) -> None:
+def _line(axes: Any, trace: dict[str, Any], label: str | None) -> None:
     marker, line = trace.get("marker", {}), trace.get("line", {})
     symbol = str(marker.get("symbol", "circle"))
     has_line, has_markers = "lines" in trace["mode"], "markers" in trace["mode"]
@@ -125,7 +166,7 @@ def _line(axes: Any, trace: dict[str, Any]) -> None:
         marker=MARKERS.get(symbol.removesuffix("-open"), "o") if has_markers else None,
         markersize=5 if width > 3 else 4,
         markerfacecolor="white" if symbol.endswith("-open") else color,
-        label=for_matplotlib(_plain(trace["name"])) if trace.get("showlegend", True) else "_nolegend_",
+        label="_nolegend_" if label is None else for_matplotlib(_plain(label)),
         zorder=3 if trace.get("zorder") else 2,
     )
 
@@ -173,12 +214,18 @@ def _axis(axes: Any, which: str, wanted: dict[str, Any]) -> None:
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
         axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,g}"))
     if "tickvals" in wanted:
-        getattr(axes, f"set_{which}ticks")(wanted["tickvals"], wanted["ticktext"])
+        getattr(axes, f"set_{which}ticks")(wanted["tickvals"], _apart(wanted["tickvals"], wanted["ticktext"]))
         axis.set_minor_locator(NullLocator())
     if wanted.get("rangemode") == "tozero":
         getattr(axes, f"set_{which}lim")(0, 1.08 * axis.get_data_interval()[1])
     if "range" in wanted:
         getattr(axes, f"set_{which}lim")(*wanted["range"])
+
+
+def _apart(values: Sequence[float], texts: Sequence[str]) -> list[str]:
+    """Of lengths among which are powers of two, those alone: labels of the others would stand on top of them."""
+    powers = [math.log2(value).is_integer() if value > 0 else False for value in values]
+    return [text if power or sum(powers) < 2 else "" for text, power in zip(texts, powers, strict=True)]
 
 
 def _heat(figure: Any, axes: Any, view: View) -> None:

@@ -143,7 +143,9 @@ class _Trainer:
             self._go_on(saved)
         self.saved_step = self.step
         if config.compile if config.compile is not None else device.type == "cuda":
-            self.model.compile_blocks()
+            # Shapes never change within a run, but for the number of documents. Left to itself, torch compiles the
+            # second run of a process for any shape, because the first had others: slower, and another kernel.
+            self.model.compile_blocks(dynamic=None if config.packing == "documents" else False)
         rate = matrix_rate(device)
         self.speed = Speed(config.batch_tokens, operations, None if rate is None else rate * processes.world)
         self.began, self.waiting = time.monotonic() - self.seconds, Waiting()
