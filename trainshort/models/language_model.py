@@ -13,6 +13,7 @@ from trainshort.models.config import ModelConfig, require_config
 from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
 from trainshort.models.prompts import Prompts, check_texts, stops_at
+from trainshort.models.transformers_arguments import GENERATE, LANGUAGE_MODEL, instead_of
 from trainshort.positions import build_position
 
 Prompt = TypeVar("Prompt", Tensor, str, list[str])  # what generate takes is what it gives
@@ -43,6 +44,7 @@ class LanguageModel(Model):
         if config.tie_embeddings:
             self.tie()
 
+    @instead_of(LANGUAGE_MODEL)
     def forward(
         self,
         tokens: Tensor,
@@ -121,6 +123,7 @@ class LanguageModel(Model):
             cache.expect_norms(*self.trunk.norm_bounds())
         return cache
 
+    @instead_of(GENERATE)
     def generate(  # noqa: PLR0913 - a public signature
         self,
         tokens: Prompt,
