@@ -1,7 +1,8 @@
 """A comparison from Python: train position methods on short texts, test them on long ones, read the figures.
 
 It is what `trainshort compare` does, for those who want the numbers rather than the table: everything comes back as
-plain dictionaries, and lies in the folder of the runs as JSON. What is there already is not done again.
+plain dictionaries, and lies in the folder of the runs as JSON. What is there already is not done again; another
+text has a folder of its own, and other steps need one (--out).
 
     python examples/comparison.py                            on the source of Python's library: a minute
     python examples/comparison.py --text book.txt            on a text of yours
@@ -9,6 +10,8 @@ plain dictionaries, and lies in the folder of the runs as JSON. What is there al
 
 import argparse
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 from trainshort.data import PrepareConfig
@@ -26,7 +29,8 @@ def losses(run: dict[str, Any]) -> dict[int, float]:
 def main(text: str | None, out: str, **settings: Any) -> dict[str, Any]:
     data = None
     if text is not None:
-        data = str(prepare(PrepareConfig(sources=(text,), out=f"{out}/data"), progress=False))
+        # Written anew each time: the same text gives the same tokens, and runs on another are refused.
+        data = str(prepare(PrepareConfig(sources=(text,), out=f"{out}/data", overwrite=True), progress=False))
     fields: dict[str, Any] = {
         "positions": ("alibi", "rotary", "sinusoidal"), "length": (64,), "multiples": (1, 4, 16), "num_layers": 2,
         "d_model": 64, "num_heads": 4, "batch_tokens": 2048, "test_tokens": 32768,
@@ -50,7 +54,11 @@ def main(text: str | None, out: str, **settings: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", help="a file to train and test on")
-    parser.add_argument("--out", default="runs/comparison")
+    parser.add_argument("--out", help="the folder of the runs; runs/comparison, or runs/comparison-NAME for a text")
     parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
-    main(given.text, given.out, steps=given.steps)
+    folder = "runs/comparison" if given.text is None else f"runs/comparison-{Path(given.text).stem}"
+    try:
+        main(given.text, given.out or folder, steps=given.steps)
+    except (ValueError, OSError) as error:
+        sys.exit(f"comparison: {error}")

@@ -1,16 +1,19 @@
-"""Do `__version__`, CHANGELOG.md, CITATION.cff and, at a release, its tag say the same?
+"""Do `__version__`, CHANGELOG.md, CITATION.cff and, at a release, its tag say the same? And does the README?
 
     python scripts/check_release.py [v0.1.0]
 
 To release: move what stands under `## Unreleased` in CHANGELOG.md below a heading such as `## 0.1.0 - 2026-12-24`,
-write that date into CITATION.cff as date-released, and push the tag v0.1.0.
+write that date into CITATION.cff as date-released, and push the tag v0.1.0. What README.md shows must have
+been measured on the code that is released: benchmarks/stale.json names what was not.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,10 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parent.parent
 UNRELEASED = "Unreleased"
+SHOWN = {  # what README.md shows of each result: its tables and pictures
+    "attention_gpu": ("headline", "docs/speed.svg"),
+    "demo": ("docs/demo.svg",),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,9 @@ def problems(root: Path, tag: str = "") -> list[str]:
     found = changelog_problems(unreleased, entries, version)
     if str(citation.get("version")) != version:
         found.append(f"CITATION.cff has version {citation.get('version')}, __version__ is {version}")
-    return found + (release_problems(tag, version, [unreleased, *entries], citation) if tag else [])
+    if tag:
+        found += release_problems(tag, version, [unreleased, *entries], citation) + stale_problems(root)
+    return found
 
 
 def changelog_problems(unreleased: Entry, entries: list[Entry], version: str) -> list[str]:
@@ -86,6 +95,28 @@ def release_problems(tag: str, version: str, entries: list[Entry], citation: dic
     return found
 
 
+def stale_problems(root: Path) -> list[str]:
+    """A release shows no results of other code on its front page."""
+    stale = json.loads((root / "benchmarks" / "stale.json").read_text())
+    found = []
+    for name in SHOWN.keys() & stale.keys():
+        command = f"python benchmarks/{name}.py --out benchmarks/results/{name}.json"
+        where = " on a GPU" if name.endswith("gpu") else ""
+        found.append(
+            f"README.md shows {' and '.join(SHOWN[name])} as of {stale[name]}, and the code has changed since: run "
+            f"{command}{where}, take {name} out of benchmarks/stale.json, then run benchmarks/charts.py and tables.py"
+        )
+    return sorted(found)
+
+
+def reminders(root: Path) -> list[str]:
+    """What is no error, but would be missed."""
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
+    if {"repository", "source"} & {name.lower() for name in urls}:
+        return []
+    return ["pyproject.toml: [project.urls] has no Repository yet, so the package will not say where its code is"]
+
+
 def read_version(root: Path) -> str:
     """Read, not imported: a release is checked before anything is installed."""
     found = re.search(r'^__version__ = "(.+)"$', (root / "trainshort" / "__init__.py").read_text(), re.MULTILINE)
@@ -102,6 +133,8 @@ def read_changelog(root: Path) -> list[Entry]:
 
 if __name__ == "__main__":
     given = sys.argv[1] if len(sys.argv) > 1 else ""
+    for reminder in reminders(ROOT) if given else ():
+        print(reminder)
     if wrong := problems(ROOT, given):
         sys.exit("\n".join(wrong))
     print(f"version, changelog{', citation and tag' if given else ' and citation'} agree: {read_version(ROOT)}")

@@ -147,6 +147,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "trainshort" / "__init__.py").write_text('__version__ = "0.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 0.1.0 - 2026-12-24\n\n- All of it.\n")
     (tmp_path / "CITATION.cff").write_text("version: 0.1.0\ndate-released: 2026-12-24\n")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "stale.json").write_text('{"rivals": "a26d5e3"}')
     return tmp_path
 
 
@@ -177,6 +179,8 @@ def test_a_release_that_agrees(tree: Path) -> None:
         ("CITATION.cff", "0.1.0", "0.0.1", "CITATION.cff has version 0.0.1, __version__ is 0.1.0"),
         ("CITATION.cff", "2026-12-24", "2026-12-23", "date-released 2026-12-23, CHANGELOG.md 2026-12-24"),
         ("CITATION.cff", "date-released: 2026-12-24", "", "date-released None"),
+        ("benchmarks/stale.json", "rivals", "demo", "README.md shows docs/demo.svg as of a26d5e3"),
+        ("benchmarks/stale.json", "rivals", "attention_gpu", "--out benchmarks/results/attention_gpu.json on a GPU"),
     ],
 )
 def test_a_release_that_does_not(tree: Path, file: str, old: str, new: str, message: str) -> None:
@@ -184,6 +188,25 @@ def test_a_release_that_does_not(tree: Path, file: str, old: str, new: str, mess
     assert old in text
     (tree / file).write_text(text.replace(old, new))
     assert message in "\n".join(script("check_release").problems(tree, "v0.1.0"))
+
+
+def test_stale_results_hinder_a_release_alone(tree: Path) -> None:
+    """And the table of what the README shows is that of the README."""
+    (tree / "benchmarks" / "stale.json").write_text('{"demo": "a26d5e3"}')
+    check_release = script("check_release")
+    assert check_release.problems(tree) == []
+    text = (ROOT / "README.md").read_text()
+    measured = {*re.findall(r"<!-- table: (\w+) -->", text), *re.findall(r"\]\((docs/\w+\.svg)\)", text)}
+    assert measured == {each for shown in check_release.SHOWN.values() for each in shown}
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in check_release.SHOWN)
+
+
+def test_a_repository_that_is_not_named_is_said(tree: Path) -> None:
+    reminders = script("check_release").reminders
+    (tree / "pyproject.toml").write_text("[project]\nurls = {Paper = 'https://arxiv.org/abs/2108.12409'}\n")
+    assert "has no Repository yet" in reminders(tree)[0]
+    (tree / "pyproject.toml").write_text("[project.urls]\nRepository = 'https://example.org'\n")
+    assert reminders(tree) == []
 
 
 # check_wheel

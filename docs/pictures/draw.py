@@ -15,12 +15,19 @@ import trainshort as ts
 
 HERE = Path(__file__).resolve().parent
 INK, BLUE, ROSE, AMBER = "#757d88", "#2f81c7", "#d9536a", "#c98500"
+SLATE = "#5b6470"  # a ground for white words, to be seen on a dark page too
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 LENGTH, BLOCK, HEADS = 4096, 128, 8
 
 
 def text(x: float, y: float, words: str, *, size: float = 13, colour: str = INK, anchor: str = "middle") -> str:
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+
+
+def between(first: str, second: str, share: float) -> str:
+    """A colour that has this share of the first, and the rest of the second."""
+    pairs = zip(*(bytes.fromhex(colour[1:]) for colour in (first, second)), strict=True)
+    return "#" + bytes(round(share * one + (1 - share) * other) for one, other in pairs).hex()
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, opacity: float = 1.0, corner: float = 0) -> str:
@@ -40,29 +47,34 @@ def picture(width: int, height: int, title: str, parts: list[str]) -> str:
 
 
 def scores() -> str:
-    """Scores of six tokens: products of queries and keys, and what ALiBi adds for a slope of 1."""
-    tokens, cell, left, right, top = 6, 46, 20, 400, 52
+    """Scores of five tokens: products of queries and keys, and what ALiBi adds for a slope of 1.
+
+    White words on solid grounds, and large ones: on a phone the picture has half of its width.
+    """
+    tokens, cell, left, right, top = 5, 52, 4, 366, 46
     place = torch.arange(tokens)
     bias = ts.LinearBias(torch.ones(1)).between(place[:, None], place[None, :], torch.float32).reshape(tokens, tokens)
     parts = [
-        text(left + tokens * cell / 2, 28, "how well query and key match", size=15),
-        text(right + tokens * cell / 2, 28, "how far apart they stand", size=15),
-        text((left + tokens * cell + right) / 2 - 34, top + tokens * cell / 2 + 4, "+", size=30),
-        text((left + tokens * cell + right) / 2 + 14, top + tokens * cell / 2 + 4, "m ×", size=22, colour=BLUE),
+        text(left + 2, 28, "how well query and key match", size=19, anchor="start"),
+        text(right + 2, 28, "how far apart they stand", size=19, anchor="start"),
+        text((left + tokens * cell + right) / 2 - 30, top + tokens * cell / 2 + 10, "+", size=34),
+        text((left + tokens * cell + right) / 2 + 16, top + tokens * cell / 2 + 8, "m ×", size=25, colour=BLUE),
     ]
     for i in range(tokens):
         for j in range(i + 1):
             x, y, penalty = j * cell, top + i * cell, float(bias[i, j])
-            shown, opacity = ("0", 1.0) if penalty == 0 else (f"−{-penalty:g}", 0.6 * math.exp(penalty / 1.6))
-            product = f'q<tspan font-size="9" dy="3">{i + 1}</tspan><tspan dy="-3">·k</tspan>'
+            shown, ground = f"{penalty:g}".replace("-", "−"), between(BLUE, SLATE, math.exp(penalty / 1.6))
+            small = 'font-size="13" dy="4"'
+            product = f'q<tspan {small}>{i + 1}</tspan><tspan dy="-4">·k</tspan><tspan {small}>{j + 1}</tspan>'
             parts += [
-                box(left + x + 2, y + 2, cell - 4, cell - 4, INK, 0.18, 5),
-                text(left + x + cell / 2, y + cell / 2 + 4, f'{product}<tspan font-size="9" dy="3">{j + 1}</tspan>'),
-                box(right + x + 2, y + 2, cell - 4, cell - 4, BLUE, opacity, 5),
-                text(right + x + cell / 2, y + cell / 2 + 5, shown, size=16, colour=INK if opacity < 0.5 else "#fff"),
+                box(left + x + 2, y + 2, cell - 4, cell - 4, SLATE, corner=5),
+                text(left + x + cell / 2, y + cell / 2 + 6, product, size=18, colour="#fff"),
+                box(right + x + 2, y + 2, cell - 4, cell - 4, ground, corner=5),
+                text(right + x + cell / 2, y + cell / 2 + 7, shown, size=21, colour="#fff"),
             ]
-    parts.append(text(340, top + tokens * cell + 30, "one row a query, one column a key; m is the slope of the head"))
-    return picture(700, top + tokens * cell + 46, "Attention scores with ALiBi", parts)
+    legend = "one row a query, one column a key; m is the head's slope"
+    parts.append(text((left + right + tokens * cell) / 2, top + tokens * cell + 32, legend, size=18))
+    return picture(right + tokens * cell + 4, top + tokens * cell + 46, "Attention scores with ALiBi", parts)
 
 
 def slopes() -> str:

@@ -101,7 +101,8 @@ def test_a_method_of_a_script_is_refused_where_processes_cannot_know_it(
 
 def test_what_cannot_be_imported(capsys: Capture, tmp_path: Path, file: Path) -> None:
     words = ["report", tmp_path, "--import"]
-    assert "no such Python file" in run_cli(capsys, *words, tmp_path / "nowhere.py").one_sentence()
+    said = run_cli(capsys, *words, tmp_path / "nowhere.py").one_sentence()
+    assert "nowhere.py: no such Python file: --import FILE.py takes one that has a position method" in said
     file.write_text("1 / 0")
     assert "ZeroDivisionError: division by zero" in run_cli(capsys, *words, file).one_sentence()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +118,25 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert verdict != "is hurt by" or float(change) > 0
         assert verdict != "is as good in" or abs(float(change)) <= 0.005
     assert Path(out.splitlines()[-1].removeprefix("the report is ")).exists()
+    again = load(EXAMPLES / "comparison.py").main(str(tmp_path / "book.txt"), str(tmp_path / "runs"), **settings)
+    assert again["runs"] == result["runs"]
+
+
+def test_commands_of_a_comparison_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other and one twice, on texts that are too short, so that each ends in one line."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("book.txt", "other.txt"):
+        (tmp_path / name).write_text(TEXT)
+    said = []
+    for name in ("book.txt", "book.txt", "other.txt", "missing.txt"):
+        monkeypatch.setattr("sys.argv", ["comparison.py", "--text", name])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(EXAMPLES / "comparison.py"), run_name="__main__")
+        said.append(str(stopped.value))
+    assert all(re.match(r"comparison: \d+ tokens are too few for windows of 1,024", each) for each in said[:3])
+    assert said[3].startswith("comparison: missing.txt")
+    assert not any("\n" in each for each in said)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["comparison-book", "comparison-other"]
 
 
 @pytest.mark.slow

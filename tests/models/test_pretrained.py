@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ import torch
 import trainshort as ts
 from tests.models.public.folders import JINA, MOSAIC, jina_tensors, mosaic_tensors, write_folder
 from tests.models.saved import assert_same_model, tiny_tokenizer
-from tests.models.small import encoder, language_model
+from tests.models.small import encoder, language_model, random_tokens
+from trainshort.models import transformers_arguments as answers
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -76,3 +80,59 @@ def test_classes_of_your_own(tmp_path: Path) -> None:
     language_model().save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="subclasses have not; got Mine"):
         Mine.from_pretrained(tmp_path)
+
+
+# Arguments of transformers that are none of ours
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"do_sample": True}, "do_sample is an argument of transformers; here temperature=0 is greedy"),
+        ({"max_length": 15}, "max_length .* max_new_tokens, which does not count the prompt"),
+        ({"attention_mask": None}, "attention_mask .* key_padding_mask, bool"),
+        ({"tokens": None, "input_ids": None}, "input_ids .* tokens, the first argument"),
+    ],
+    ids=str,
+)
+def test_generate_names_its_own_argument(options: dict[str, Any], match: str) -> None:
+    given = {"tokens": random_tokens(1, 4), "max_new_tokens": 3} | options
+    if given["tokens"] is None:
+        del given["tokens"]
+    with pytest.raises(TypeError, match=match):
+        language_model().generate(**given)
+
+
+def test_a_call_of_a_model_names_its_own_argument() -> None:
+    tokens = random_tokens(1, 4)
+    for model in (language_model(), encoder()):
+        with pytest.raises(TypeError, match=r"output_hidden_states .* model\.hidden_states\(tokens\)"):
+            model(tokens, output_hidden_states=True)
+        with pytest.raises(TypeError, match=r"labels .* model\.loss\(tokens, targets\)"):
+            model(tokens, labels=tokens)
+    with pytest.raises(TypeError, match=r"token_type_ids .* token_types"):
+        encoder()(tokens, token_type_ids=tokens)
+
+
+@pytest.mark.parametrize("load", [ts.load, ts.LanguageModel.from_pretrained])
+def test_loading_names_its_own_argument(load: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"torch_dtype .* pass dtype"):
+        load(tmp_path, torch_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"device_map .* pass device"):
+        load(tmp_path, device_map="auto")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtypes'"):
+        load(tmp_path, dtypes=None)
+
+
+def test_no_argument_of_ours_is_refused() -> None:
+    calls: list[tuple[Callable[..., Any], dict[str, str]]] = [
+        (ts.LanguageModel.forward, answers.LANGUAGE_MODEL),
+        (ts.LanguageModel.generate, answers.GENERATE),
+        (ts.Encoder.forward, answers.ENCODER),
+        (ts.load, answers.LOAD),
+        (ts.Encoder.from_pretrained, answers.LOAD),
+    ]
+    for call, table in calls:
+        parameters = inspect.signature(call).parameters
+        assert not set(parameters) & set(table)
+        assert not any(each.kind is each.VAR_KEYWORD for each in parameters.values())

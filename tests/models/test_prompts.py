@@ -85,6 +85,14 @@ def test_a_stop_token_that_is_a_character_stays() -> None:
     assert found == "abc" + ByteTokenizer().decode(free[: place + 1])
 
 
+def test_an_end_of_text_that_the_model_has_no_token_for_ends_nothing() -> None:
+    model = language_model(vocab_size=END)
+    model.tokenizer = ByteTokenizer()
+    assert model.generate("abc", **OPTIONS) == model.generate("abc", stop_tokens=(), **OPTIONS)
+    with pytest.raises(ValueError, match="max_new_tokens=None needs stop_tokens"):
+        model.generate("abc", max_new_tokens=None)
+
+
 def test_an_empty_text_begins_where_another_ended() -> None:
     model = reader()
     new = model.generate(torch.tensor([[END]]), stop_tokens=[END], **OPTIONS)[0, 1:]

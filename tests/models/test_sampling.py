@@ -134,7 +134,10 @@ def test_logits_that_are_no_numbers_are_refused(temperature: float) -> None:
         model.generate(random_tokens(1, 10), max_new_tokens=3, temperature=temperature)
 
 
-def test_stop_tokens_that_no_token_is() -> None:
+def test_stop_tokens_of_prompts_in_32_bits() -> None:
     model, tokens = language_model(), random_tokens(1, 10).int()
-    found = model.generate(tokens, max_new_tokens=3, temperature=0.0, stop_tokens=[2**40, -7, VOCABULARY])
-    assert torch.equal(found, model.generate(tokens, max_new_tokens=3, temperature=0.0))
+    free = model.generate(tokens, max_new_tokens=3, temperature=0.0)
+    stop = int(free[0, 11])
+    found = model.generate(tokens, max_new_tokens=3, temperature=0.0, stop_tokens=[stop, VOCABULARY - 1])
+    assert found.dtype == torch.int32
+    assert torch.equal(found, free[:, : free[0, 10:].tolist().index(stop) + 11])

@@ -72,6 +72,22 @@ def test_what_differs_is_refused(
         ts.explain(*some(), **options)
 
 
+@pytest.mark.parametrize("shape", [(12, 12), (2, 1, 1, 12), (2, 4, 12, 12)], ids=str)
+def test_a_mask_by_position_stands_where_slopes_do(shape: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match=r"fourth argument is slopes.* torch\.bool .* pass key_padding_mask"):
+        ts.alibi_attention(*some(), torch.ones(shape).bool())
+    if shape[-2:] == (12, 12):
+        with pytest.raises(TypeError, match=r"fourth argument is slopes.* torch\.float32 .* a bias that depends on"):
+            ts.alibi_attention(*some(), torch.zeros(shape))
+
+
+def test_slopes_of_each_row_are_no_mask() -> None:
+    q, k, v = torch.randn(3, 5, 5, 5, 8).unbind()  # five rows, heads and tokens: [B, H] looks like [Tq, Tk]
+    slopes = torch.rand(5, 5) + 0.1
+    found = ts.alibi_attention(q, k, v, slopes)
+    assert torch.equal(found, ts.attention(q, k, v, bias=ts.LinearBias(slopes)))
+
+
 @pytest.mark.parametrize("queries", [1, 5, 20])
 def test_is_causal_begins_at_the_first_key_in_torch(queries: int) -> None:
     """So unless it is said where queries stand, neither meaning is guessed."""

@@ -200,6 +200,10 @@ def test_every_view_can_be_chosen_on_a_phone(browser: Any, report: Path) -> None
     outside = "each => each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1"
     assert found.page.locator(".choice label").count() > 3
     assert not found.page.evaluate(f"[...document.querySelectorAll('.choice, .choice label')].some({outside})")
+    labels = found.page.locator("fieldset:has([name=view-extrapolation]) label")
+    boxes = [each.bounding_box() for each in labels.all()]
+    assert len({box["y"] for box in boxes}) == len(boxes) == 4  # each in a row of its own, of the same width
+    assert len({(box["x"], box["width"]) for box in boxes}) == 1
 
 
 def test_axes_scales_and_views_change(browser: Any, report: Path) -> None:
@@ -219,8 +223,15 @@ def test_axes_scales_and_views_change(browser: Any, report: Path) -> None:
     found.page.wait_for_function(f"{chart}.layout.yaxis.title.text === 'bits per byte'")
     assert found.axis("x") == "log"
     assert scale.input_value() == found.axis("y")
+    caption = found.page.locator("figure:has(#chart-extrapolation) figcaption")
+    label = found.page.locator("#chart-extrapolation")
+    assert caption.inner_text().startswith("Bits per byte (lower is better) by the length")
+    assert caption.inner_text() in label.get_attribute("aria-label")
     found.page.get_by_role("radio", name="ratio to the trained length").check()
     found.page.wait_for_function(f"{chart}.data.some(trace => trace.y[2] === 3)")
+    assert caption.inner_text().startswith("Perplexity divided by that at the training length")
+    assert "bands" not in caption.inner_text()
+    assert label.get_attribute("aria-label").endswith(caption.inner_text())
     options = found.page.locator("select[data-chart=kept] option").count()
     assert options == 9
     for place in range(options):

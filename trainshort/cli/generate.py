@@ -136,6 +136,7 @@ def run(flags: Flags) -> int:
     from trainshort.common.devices import device_for
     from trainshort.data import load_tokenizer
     from trainshort.models import LanguageModel, load
+    from trainshort.models.prompts import stops_at
 
     dtype = None if flags.dtype is None else getattr(torch, flags.dtype)
     device = device_for(flags.device)
@@ -165,7 +166,7 @@ def run(flags: Flags) -> int:
             top_k=flags.top_k,
             top_p=flags.top_p,
             seed=flags.seed,
-            stop_tokens=() if end is None or endless else (end,),
+            stop_tokens=() if endless else stops_at(end, model.config.vocab_size),
             on_token=shown.add,
             **bounded,
         )

@@ -13,6 +13,7 @@ from trainshort.common.reading import read_json
 from trainshort.data import TokenData, load_tokenizer
 from trainshort.evaluation.records import fingerprint
 from trainshort.models import LanguageModel, load
+from trainshort.models.prompts import stops_at
 
 NAME = "samples.json"
 PROMPT, NEW, MOST = 48, 240, 1024  # tokens
@@ -34,7 +35,7 @@ def write_samples(folder: Path, data: TokenData, trained: int) -> None:
     prompt = [int(token) for token in data.validation[: min(PROMPT, limit // 2)]]
     new = min(max(NEW, min(trained + NEW // 2, MOST) - len(prompt)), limit - len(prompt))
     tokens = torch.tensor([prompt], dtype=torch.int64, device=next(model.parameters()).device)
-    stop = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    stop = stops_at(tokenizer.end_id, model.config.vocab_size)
     out = model.generate(tokens, max_new_tokens=new, temperature=0.8, top_p=0.95, seed=0, stop_tokens=stop)
     continued = [token for token in out[0, len(prompt) :].tolist() if token not in stop]
     text = tokenizer.decode(continued)

@@ -10,6 +10,7 @@ from trainshort.models.language_model import initialize
 from trainshort.models.layers import Trunk, make_norm, require_tokens
 from trainshort.models.linear import ACTIVATIONS
 from trainshort.models.model import Model
+from trainshort.models.transformers_arguments import ENCODER, instead_of
 from trainshort.ops.context import state
 from trainshort.positions import build_position
 
@@ -42,6 +43,7 @@ class Encoder(Model):
         if config.masked_head and config.tie_embeddings:
             self.tie()
 
+    @instead_of(ENCODER)
     def forward(
         self, tokens: Tensor, key_padding_mask: Tensor | None = None, *, token_types: Tensor | None = None
     ) -> Tensor:

@@ -60,7 +60,7 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     if key_padding_mask is not None:
         check_mask(key_padding_mask, tokens)
     sampling = Sampling(tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_tokens=stop_tokens)
-    count = _most(model, tokens.shape[1], max_new_tokens)
+    count = _most(model, tokens.shape[1], max_new_tokens, bool(stop_tokens) or on_token is not None)
     text = Text(tokens, ROOM if count is None else min(count, ROOM))
     if count == 0:
         return text.tokens
@@ -198,7 +198,7 @@ def _is_int(value: object) -> bool:
 
 
 def stops_of(
-    stop_tokens: Collection[int] | None, eos_token_id: int | Collection[int] | None
+    stop_tokens: Collection[int] | None, eos_token_id: int | Collection[int] | None, vocab_size: int
 ) -> Collection[int] | None:
     """The tokens that end a row, by whichever name they were given; None where they were not."""
     if stop_tokens is not None and eos_token_id is not None:
@@ -212,6 +212,9 @@ def stops_of(
     if not isinstance(ids, Collection) or not all(map(_is_int, ids)):
         one = "a token id, or " if name == "eos_token_id" else ""
         raise TypeError(f"{name} must be {one}several token ids, such as (0,) or a list; got {given!r}")
+    for each in ids:
+        if not 0 <= each < vocab_size:
+            raise ValueError(f"{name} must lie in [0, {vocab_size}), the vocabulary; got {each}")
     return [int(each) for each in ids]
 
 
@@ -222,9 +225,11 @@ def _check_cache(use_cache: bool, bounded: bool, tolerance: float | None) -> Non
         raise ValueError("tolerance is an option of bounded caches: pass bounded=True with it, or leave it out")
 
 
-def _most(model: LanguageModel, length: int, max_new_tokens: int | None) -> int | None:
+def _most(model: LanguageModel, length: int, max_new_tokens: int | None, may_end: bool) -> int | None:
     """How many columns may come; None: any number. The last token needs no position: it is not read."""
     limit = model.position.max_length
+    if max_new_tokens is None and limit is None and not may_end:
+        raise ValueError("max_new_tokens=None needs stop_tokens, eos_token_id or on_token: nothing else would end it")
     return limit + 1 - length if max_new_tokens is None and limit is not None else max_new_tokens
 
 

@@ -12,7 +12,8 @@ from trainshort.models.cache import KeyValueCache
 from trainshort.models.config import ModelConfig, require_config
 from trainshort.models.layers import Trunk, require_tokens
 from trainshort.models.model import Model
-from trainshort.models.prompts import Prompts, check_texts
+from trainshort.models.prompts import Prompts, check_texts, stops_at
+from trainshort.models.transformers_arguments import GENERATE, LANGUAGE_MODEL, instead_of
 from trainshort.positions import build_position
 
 Prompt = TypeVar("Prompt", Tensor, str, list[str])  # what generate takes is what it gives
@@ -43,6 +44,7 @@ class LanguageModel(Model):
         if config.tie_embeddings:
             self.tie()
 
+    @instead_of(LANGUAGE_MODEL)
     def forward(
         self,
         tokens: Tensor,
@@ -121,6 +123,7 @@ class LanguageModel(Model):
             cache.expect_norms(*self.trunk.norm_bounds())
         return cache
 
+    @instead_of(GENERATE)
     def generate(  # noqa: PLR0913 - a public signature
         self,
         tokens: Prompt,
@@ -143,13 +146,15 @@ class LanguageModel(Model):
 
         Args:
             tokens: int [B, T]; or where the model has a tokenizer a string, or a list of them.
-            max_new_tokens: At most so many; None goes on until all rows have ended, or on_token raises.
+            max_new_tokens: At most so many; None goes on until all rows have ended, which needs stop tokens, or
+                on_token raises.
             temperature: 0 is greedy.
             top_k: Sample among so many of the most probable tokens only.
             top_p: Sample among the most probable tokens only, of which so much of the probability is.
             seed: Makes sampling repeatable.
-            stop_tokens: A row ends with one of these, which then fills it up; generation ends when all rows have
-                ended. None: the end of text of the tokenizer for strings, and none for tokens. (): none.
+            stop_tokens: A row ends with one of these, tokens of the vocabulary, which then fills it up; generation
+                ends when all rows have ended. None: the end of text of the tokenizer for strings, and none for
+                tokens. (): none.
             eos_token_id: The same under the name that transformers has for it: one token, or several.
             key_padding_mask: bool [B, T], False for left padding. Strings are padded here.
             use_cache: False computes the whole text again for each token.
@@ -174,7 +179,7 @@ class LanguageModel(Model):
             "seed": seed, "use_cache": use_cache, "bounded": bounded, "tolerance": tolerance, "on_token": on_token,
             "cuda_graph": cuda_graph,
         }  # fmt: skip
-        stops = stops_of(stop_tokens, eos_token_id)
+        stops = stops_of(stop_tokens, eos_token_id, self.config.vocab_size)
         if isinstance(tokens, Tensor):
             return generate(self, tokens, key_padding_mask=key_padding_mask, stop_tokens=stops or (), **options)
         check_texts(tokens, self.tokenizer)
@@ -183,7 +188,7 @@ class LanguageModel(Model):
         texts = [tokens] if isinstance(tokens, str) else tokens
         prompts = Prompts(texts, self.tokenizer, self.config.vocab_size, self.trunk.embedding.weight.device)
         if stops is None:
-            stops = () if prompts.end is None else (prompts.end,)
+            stops = stops_at(prompts.end, self.config.vocab_size)
         out = generate(self, prompts.tokens, key_padding_mask=prompts.mask, stop_tokens=stops, **options)
         found = prompts.continued(out, stops)
         return found[0] if isinstance(tokens, str) else found

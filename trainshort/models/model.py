@@ -18,6 +18,7 @@ from trainshort.models.config import ModelConfig
 from trainshort.models.layers import Trunk
 from trainshort.models.loss import head_loss
 from trainshort.models.spans import over_ranks
+from trainshort.models.transformers_arguments import LOAD, instead_of
 from trainshort.ops.context import state
 from trainshort.positions import Position
 
@@ -97,6 +98,7 @@ class Model(nn.Module):
         return *states, last
 
     @classmethod
+    @instead_of(LOAD)
     def from_pretrained(
         cls,
         folder: str | Path,

@@ -31,6 +31,11 @@ def check_texts(texts: object, tokenizer: Any) -> None:
         )
 
 
+def stops_at(end: int | None, vocab_size: int) -> tuple[int, ...]:
+    """Where a tokenizer says that texts end, as stop tokens: none if it lies outside the model's vocabulary."""
+    return () if end is None or end >= vocab_size else (end,)
+
+
 class Prompts:
     """Texts as tokens [B, T], short ones padded on the left, where the mask [B, T] is False."""
 

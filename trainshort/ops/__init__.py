@@ -37,7 +37,7 @@ from trainshort.ops.dispatch import HAS_TRITON, INTERPRETED, Explanation, backen
 from trainshort.ops.kerple import KerpleBias
 from trainshort.ops.problem import BLOCK, check_tensors, make_problem
 from trainshort.ops.results import AttentionOutput, Windows
-from trainshort.ops.sdpa_arguments import SdpaArguments, causal_and_dropout
+from trainshort.ops.sdpa_arguments import SdpaArguments, causal_and_dropout, refuse_mask_as_slopes
 from trainshort.ops.tracing import is_eager
 from trainshort.ops.triton import run as triton_backend
 from trainshort.ops.values import check_values
@@ -396,6 +396,8 @@ def _linear_bias(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Line
         if not isinstance(q, Tensor) or q.dim() != 4:
             check_tensors(q, k, v)
         return LinearBias(_default_slopes(q))
+    if isinstance(slopes, Tensor) and (slopes.dim() > 1 or slopes.dtype == torch.bool):
+        refuse_mask_as_slopes(q, k, slopes)
     _check_slopes(slopes)
     return LinearBias(slopes)
 

@@ -34,7 +34,7 @@ def causal_and_dropout(
 ) -> tuple[bool, float]:
     """What `causal` and `dropout` are with these arguments beside them."""
     if given.attn_mask is not None:
-        raise TypeError(_about_mask(given.attn_mask))
+        raise TypeError(f"attn_mask must be None, got {_named(given.attn_mask)}: {_instead_of(given.attn_mask)}")
     for name in ("is_causal", "enable_gqa"):
         value = getattr(given, name)
         if not (value is None or isinstance(value, bool)):
@@ -67,8 +67,19 @@ def _check_shapes(given: SdpaArguments, q: Tensor, k: Tensor, query_start: int |
         )
 
 
-def _about_mask(mask: object) -> str:
-    if not isinstance(mask, Tensor):
-        return f"attn_mask must be None, got {type(mask).__name__}: {MASKS}"
-    came = f"attn_mask must be None, got {mask.dtype} {list(mask.shape)}"
-    return f"{came}: {MASKS}" if mask.dtype == torch.bool else f"{came}: {BIASES}; {MASKS}"
+def refuse_mask_as_slopes(q: Tensor, k: Tensor, slopes: Tensor) -> None:
+    """Where torch's call has a mask, as its fourth argument, alibi_attention has the slopes [H] or [B, H]."""
+    is_mask = slopes.dtype == torch.bool
+    if not is_mask and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and k.dim() == 4:
+        is_mask = slopes.shape != q.shape[:2] and slopes.shape[-2:] == (q.shape[2], k.shape[2])
+    if is_mask:
+        came = f"the fourth argument is slopes, and {_named(slopes)} looks like an attention mask"
+        raise TypeError(f"{came}: {_instead_of(slopes)}")
+
+
+def _named(mask: object) -> str:
+    return f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+
+
+def _instead_of(mask: object) -> str:
+    return f"{BIASES}; {MASKS}" if isinstance(mask, Tensor) and mask.dtype != torch.bool else MASKS

@@ -30,7 +30,9 @@ def import_file(path: str | Path) -> list[str]:
     if resolved in _files:
         return [name for name, origin in _origins.items() if origin.get("file") == _files[resolved]]
     if not path.is_file() or path.suffix != ".py":
-        raise FileNotFoundError(f"{path}: no such Python file to import a position method from (--import FILE.py)")
+        raise FileNotFoundError(
+            f"{path}: no such Python file: import_file (--import FILE.py) takes one that has a position method"
+        )
     before = dict(POSITIONS)
     try:
         _run(resolved)

@@ -50,6 +50,7 @@ class Chart:
     """name: what kind of chart it is; with the suffix of its test, `id` names its element and files.
 
     short: its title in the navigation. sentence: what it shows and how it was measured. lead: what was found.
+    captions: the sentence of each view, where they differ.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Chart:
     notes: list[str] = field(default_factory=list)
     lead: str = ""
     suffix: str = ""
+    captions: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:

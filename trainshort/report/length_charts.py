@@ -88,17 +88,29 @@ def extrapolation(
     bands = "; bands are one standard deviation over seeds" if seeds > 1 else ""
     what = "Perplexity" if figure == "perplexity" else "Bits per byte"
     empty = {f"{name}{each}" for name in FIGURES if name not in names for each in ("", "_deviation")}
+    shown = [view for view in views if view is not None]
+    captions = tuple(_caption(view.name, what, how, bands) for view in shown)
     return Chart(
         "extrapolation",
         f"{what} beyond the training length",
         "Result",
-        f"{what} (lower is better) by the length of the windows that a trained model is tested on, each over {how}; "
-        f"windows in the shaded part are longer than those it was trained on{bands}.",
-        [view for view in views if view is not None],
+        captions[0] if captions else "",
+        shown,
         table,
         axes="xy",
         listed=table.without(*empty, *OF_TEST, *_same(table, "trained_at", "windows", "seeds")),
         notes=[] if figure == "perplexity" else [OTHER_TOKENS],
+        captions=captions,
+    )
+
+
+def _caption(view: str, what: str, how: str, bands: str) -> str:
+    title = f"{view[0].upper()}{view[1:]} (lower is better)"
+    if view == RATIO:
+        title, bands = f"{what} divided by that at the training length (below 1 is better than there)", ""
+    return (
+        f"{title} by the length of the windows that a trained model is tested on, each over {how}; windows in the "
+        f"shaded part are longer than those it was trained on{bands}."
     )
 
 

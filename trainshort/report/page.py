@@ -116,7 +116,9 @@ def document(
     """One HTML file. tables: CSV files that can be downloaded, by name. switches: HTML beside the navigation."""
     script = _script_text((ASSETS / "page.js").read_text(encoding="utf-8"))
     plotly = _script_text(plotly)
-    shown = [{"name": chart.id, "views": list(map(_view_data, chart.views))} for chart in drawn]
+    shown = [
+        {"name": chart.id, "views": list(map(_view_data, chart.views)), "captions": chart.captions} for chart in drawn
+    ]
     hashes = " ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script))
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"

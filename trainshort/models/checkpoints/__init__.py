@@ -15,6 +15,7 @@ from trainshort.models.checkpoints.export import save_bloom
 from trainshort.models.encoder import Encoder
 from trainshort.models.language_model import LanguageModel
 from trainshort.models.model import Model
+from trainshort.models.transformers_arguments import LOAD, instead_of
 
 Wanted = TypeVar("Wanted", bound=Model)
 FORMATS: dict[str, Callable[[LanguageModel | Encoder, str | Path], None]] = {
@@ -46,6 +47,7 @@ def save(model: Model, folder: str | Path, *, format: str = "trainshort") -> Non
     FORMATS[format](model, folder)
 
 
+@instead_of(LOAD)
 def load(
     folder: str | Path,
     dtype: torch.dtype | None = None,

@@ -235,6 +235,10 @@
     const ends = isHeat(view) ? new Map() : endings(view, target.clientWidth);
     const layout = layoutOf(chart, ends);
     target.style.height = layout.height + "px";
+    const caption = target.closest("figure").querySelector("figcaption");
+    const said = chart.captions[state.get(chart.name).view] || caption.textContent;
+    target.setAttribute("aria-label", target.getAttribute("aria-label").replace(caption.textContent, () => said));
+    caption.textContent = said;
     const drawn = await Plotly.react(target, tracesOf(chart), layout, config);
     const fit = () => {
       if (ends.size) Plotly.relayout(drawn, { annotations: [...layout.annotations, ...endLabels(drawn, view, ends)] });
