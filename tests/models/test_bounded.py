@@ -469,6 +469,33 @@ def test_a_step_that_was_left_halfway_is_made_up_for() -> None:
         torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_steps_are_of_one_token(count: int) -> None:
+    """And a call with others changes nothing."""
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    cache = bounded_cache(model, 1)
+    in_pieces(model, tokens[:, :300], [300], cache)
+    cache.begin_steps()
+    with pytest.raises(ValueError, match=f"takes one token at a time, got {count}: call end_steps first"):
+        in_pieces(model, tokens[:, :count], [count], cache)
+    found = in_pieces(model, tokens[:, 300:], [1] * 100, cache)
+    cache.end_steps()
+    assert cache.report().reruns == 0
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
+
+
+def test_bookmarks_are_for_full_caches() -> None:
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    full, cache = model.make_cache(1), bounded_cache(model, 1)
+    for each in (full, cache):
+        in_pieces(model, tokens[:, :300], [300], each)
+    for call in (cache.bookmark, lambda: cache.return_to(full.bookmark())):
+        with pytest.raises(TypeError, match="forgotten what a bookmark would return to"):
+            call()
+    assert cache.length == 300
+
+
 def test_going_back() -> None:
     model, tokens = language_model(**STEEP), random_tokens(1, 400)
     cache = bounded_cache(model, 1)
@@ -619,8 +646,19 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"tolerance above 0, and that of torch\.float64 is 0"):
         make(dtype=torch.float64)
-    with pytest.raises(ValueError, match="tolerance between 0 and 1"):
-        make(tolerance=0.0)
+    for tolerance, why in (
+        (0.0, "0.0: with 0 nothing"),
+        (-1.0, "with 0"),
+        (1.0, "1.0: with 1 a query"),
+        (math.nan, "nan$"),
+    ):
+        with pytest.raises(ValueError, match=f"tolerance between 0 and 1.* got .*{why}"):
+            make(tolerance=tolerance)
+    with pytest.raises(TypeError, match="tolerance must be a number between 0 and 1, or None; got '1e-3'"):
+        make(tolerance="1e-3")
+    for flat in ({"biased_heads": 2}, {"slopes": [0.5, 0.0, 0.1, 0.1]}):
+        with pytest.raises(ValueError, match="to a head of slope 0 none does: use a full cache"):
+            make(config=small_config(position_options=flat))
     with pytest.raises(ValueError, match="takes no capacity"):
         make(capacity=100)
     with pytest.raises(ValueError, match="on_failure must be"):
