@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.models.small import VOCABULARY, in_pieces, language_model, left_padded, random_tokens, small_config
-from trainshort.models import bounded_keys, ring_sizes
+from trainshort.models import bounded_keys, generate, ring_sizes
 from trainshort.models.bounded import BoundedCache
 from trainshort.ops.threads import one_thread
 
@@ -560,6 +560,28 @@ def test_steps_can_be_checked_later() -> None:
         torch.testing.assert_close(found, model(tokens)[:, 576:], rtol=1e-3, atol=1e-2)
 
 
+def test_going_back_raises_if_told_to() -> None:
+    """Where a certificate failed. The end of steps does not: it may come long after all tokens that anybody wants."""
+    model, tokens = startling_model(), startling_text(600)
+    cache = bounded_cache(model, 1, tolerance=1e-4, on_failure="raise")
+    in_pieces(model, tokens[:, :568], [568], cache)
+    cache.rollback(4)
+    in_pieces(model, tokens[:, 564:576], [12], cache)
+    cache.begin_steps()
+    cache.reserve(8)
+    in_pieces(model, tokens[:, 576:584], [1] * 8, cache)
+    other = copy.deepcopy(cache)
+    other.end_steps()
+    with pytest.raises(ts.BoundedCacheError, match="after 576 tokens evicted keys could hold more"):
+        cache.rollback(8)
+    assert cache.length == 576
+    with torch.no_grad():
+        expected = model(tokens)
+    for each, start in ((cache, 576), (other, 584)):
+        found = in_pieces(model, tokens[:, start:], [600 - start], each)
+        torch.testing.assert_close(found, expected[:, start:], rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.slow
 def test_rings_grow_before_certificates_fail() -> None:
     """Queries that slowly get longer: no rerun, and no failure."""
@@ -622,10 +644,13 @@ def test_generation_is_the_same() -> None:
     assert torch.equal(model.generate(tokens, bounded=True, **options), model.generate(tokens, **options))
 
 
-def test_generation_through_a_rerun() -> None:
+def test_generation_through_a_rerun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PREFILL", 500)  # the token that startles comes in the second piece
     model, tokens = startling_model(), startling_text(600)[:, :581]
     options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0.0}
     assert torch.equal(model.generate(tokens, bounded=True, **options), model.generate(tokens, **options))
+    with pytest.raises(ts.BoundedCacheError, match="after 500 tokens evicted keys could hold more"):
+        model.generate(tokens, bounded=True, on_failure="raise", **options)
 
 
 def test_trainable_slopes_and_changes_of_them() -> None:

@@ -144,16 +144,19 @@ class BoundedCache(KeyValueCache):
             if out is None:
                 self._enlarge()
             if out is None and self.on_failure == "raise":
-                raise BoundedCacheError(
-                    f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a "
-                    "query's softmax mass: feed these tokens again and the text is run again with more memory, or "
-                    "make the cache with on_failure='rerun'"
-                )
+                raise self._lost_too_much()
         while out is None:
             out = self._again(tokens, compute)
             if out is None:
                 self._enlarge()
         return out
+
+    def _lost_too_much(self) -> BoundedCacheError:
+        return BoundedCacheError(
+            f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a query's "
+            "softmax mass: with on_failure='rerun' the text is run again with more memory, and so it is if tokens "
+            "are fed to this cache again"
+        )
 
     def _forget_keys(self) -> None:
         """Only the text stays, as far as it was certified: the next call runs it again before its own tokens."""
@@ -240,15 +243,23 @@ class BoundedCache(KeyValueCache):
     def rollback(self, tokens: int = 0) -> None:
         """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.
 
-        For callers that look at certificates only after several steps.
+        For callers that look at certificates only after several steps. Where one failed and on_failure is "raise",
+        a BoundedCacheError comes then.
         """
+        if self._forget(tokens) and self.on_failure == "raise":
+            raise self._lost_too_much()
+
+    def _forget(self, tokens: int) -> bool:
+        """What `rollback` does. Returns whether a certificate failed."""
         there = self.length if self.deferred else self.remembered
         if not 0 <= tokens <= there:
             raise ValueError(f"rollback takes back at most the {there} tokens there are, got {tokens}")
-        if self.failed():
+        failed = self.failed()
+        if failed:
             self._enlarge()
         self.remembered, self.deferred = there - tokens, False
         self._forget_keys()
+        return failed
 
     # One token after another, at a place that the device knows: see KeyValueCache. Nobody looks at certificates until
     # the caller reads `failure_flag`, and tells by `heed` what it says, or goes back with `rollback`.
@@ -271,7 +282,7 @@ class BoundedCache(KeyValueCache):
 
     def end_steps(self) -> None:
         if self.deferred and self.failed():
-            self.rollback()
+            self._forget(0)
         elif self.deferred:
             self.deferred, self.remembered = False, self.length
 
