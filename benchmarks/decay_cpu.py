@@ -3,10 +3,10 @@
     python benchmarks/decay_cpu.py [--lengths 2048 16384] [--out results.json]
 
 Random normal inputs, as in attention_cpu.py. `slopes` is a LinearBias, `learned slopes` one with the gradient of its
-slopes. `gates` is a DecayBias of constant gates, log f = -slope, with the gradient of every gate: the same bias, so the
-same windows. `times` is a DecayBias of whole seconds, one a token: the same bias again. `FoX` has gates as that model
-has them, logits normal around 4 with offsets from 0 to 8 over the heads, and their gradients: other windows. The sums
-of the gates are part of each call. Contenders alternate in one process; times are medians.
+slopes. `gates` is a DecayBias of constant gates, log f = -slope, with the gradient of every gate: the same bias, so
+the same windows. `times` is a DecayBias of whole seconds, one a token: the same bias again. `FoX` has gates as that
+model has them, logits normal around 4 with offsets from 0 to 8 over the heads, and their gradients: other windows. The
+sums of the gates are part of each call. Contenders alternate in one process; times are medians.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def measure(length: int, seconds: float) -> dict[str, Any]:
 
 def line(record: dict[str, Any]) -> str:
     forward, both = record["forward_ms"], record["both_ms"]
-    ratios = (f"{name} {forward[name] / forward['slopes']:.2f}x {both[name] / both['slopes']:.2f}x" for name in forward)
-    return f"{record['length']:>7}  slopes {forward['slopes']:.1f}, {both['slopes']:.1f} ms  " + ", ".join(ratios)
+    slopes = forward["slopes"], both["slopes"]
+    ratios = (f"{name} {forward[name] / slopes[0]:.2f}x {both[name] / slopes[1]:.2f}x" for name in forward)
+    return f"{record['length']:>7}  slopes {slopes[0]:.1f}, {slopes[1]:.1f} ms  " + ", ".join(ratios)
 
 
 def main() -> None:

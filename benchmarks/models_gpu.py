@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,10 @@ def first_steps() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             command = [sys.executable, __file__, "--first-step", name]
-            done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=True)
+            # Its errors go where this process's own go: nobody could say afterwards why it failed.
+            done = subprocess.run(
+                command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True
+            )
         found[name] = float(done.stdout.split()[-1])
         say(f"first step, {name}: {found[name]:.1f} s")
     return found
@@ -215,6 +219,11 @@ def decoding(trained_steps: int) -> list[dict[str, Any]]:
         records.append({"model": model, "weights": weights, "rows": rows, "context": context, "ms": seconds * 1e3})
         say(f"one token, {model}, {weights}, {rows} rows after {context}: {seconds * 1e3:.3f} ms")
 
+    def failed(model: str, error: Exception) -> None:
+        """What a user would meet, and part of the result."""
+        say(f"{model}: {type(error).__name__}: {error}")
+        records.append({"model": model, "error": type(error).__name__})
+
     text = library_text().cuda()
     for position in ("alibi", "rotary"):
         model = language_model(DECODED, position)
@@ -227,7 +236,11 @@ def decoding(trained_steps: int) -> list[dict[str, Any]]:
                 add(f"ours, {position}", weights, rows, context, token_time(greedy(model, prompt)))
         del model
         fresh()
-    theirs = bloom(DECODED)
+    try:
+        theirs = bloom(DECODED)
+    except Exception as error:
+        failed("transformers' BLOOM", error)
+        return records
     prompt = text[:2048].view(1, -1)
     for cache in ("dynamic", "static"):
         kwargs = {} if cache == "dynamic" else {"cache_implementation": "static"}
@@ -238,9 +251,8 @@ def decoding(trained_steps: int) -> list[dict[str, Any]]:
 
         try:
             add(f"transformers' BLOOM, {cache} cache", "random", 1, 2048, token_time(run))
-        except Exception as error:  # what a user would meet, and part of the result
-            say(f"transformers' BLOOM with its {cache} cache: {type(error).__name__}: {error}")
-            records.append({"model": f"transformers' BLOOM, {cache} cache", "error": f"{type(error).__name__}"})
+        except Exception as error:
+            failed(f"transformers' BLOOM, {cache} cache", error)
     return records
 
 
@@ -332,7 +344,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--trained-steps", type=int, default=200)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--parts", nargs="+", default=PARTS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--first-step", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -341,6 +353,8 @@ def main() -> None:
     if options.first_step:
         print(first_step(options.first_step))
         return
+    if options.out and not options.out.parent.is_dir():  # said before anything is measured
+        sys.exit(f"--out {options.out}: there is no folder {options.out.parent}")
     about = {
         "machine": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -358,11 +372,19 @@ def main() -> None:
         "prefill": prefill,
         "bounded": lambda: bounded(options.trained_steps),
     }
+    failed = []
     for name in options.parts:
         fresh()
-        results[name] = parts[name]()
+        try:
+            results[name] = parts[name]()
+        except Exception:  # the next parts need not suffer from it
+            traceback.print_exc()
+            failed.append(name)
+            continue
         if options.out:  # after every part, so that a run cut short leaves what it has
             options.out.write_text(json.dumps(results, indent=1) + "\n")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

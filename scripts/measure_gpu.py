@@ -9,9 +9,9 @@ seconds; `models=300` sets one.
 
 Whatever a part gives lies in the folder as soon as it exists: its result, and its output as PART.log. The results of
 several processes on one machine and of the same code become one file, like that of one process: models_gpu.json.
-A part that fails or takes too long is ended, and the next one begins. A second call into the same folder adds to it,
-runs of the tests only what has not passed before, and compiles nothing again: the caches of Triton and of torch's
-compiler lie there too. The exit status is 0 if every part that was asked for is done.
+A part that fails or takes too long is ended, and the next one begins for which there is time enough. A second call
+into the same folder adds to it, runs of the tests only what has not passed before, and compiles nothing again: the
+caches of Triton and of torch's compiler lie there too. The exit status is 0 if every part that was asked for is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDING = 15.0  # seconds before a part's limit, at which the tests stop by themselves and write their log
-LEAST = 5.0  # seconds with which no part begins
+LEAST = 5.0  # seconds with which no test begins
+ENOUGH = 0.5  # of its limit, with which a benchmark's part begins: with less it would be cut short, without a result
 TOLD = 100  # characters of an error
 
 
@@ -90,6 +91,7 @@ class Part:
     kind: Kind
     parts: list[str]
     limit: float
+    least: float  # seconds with which it does not begin
     seconds: float = 0.0
     state: str = "not started"
     error: str = ""
@@ -109,7 +111,8 @@ def parsed(asked: str) -> Part:
     if unknown:
         raise SystemExit(f"{kind_name} has no part {unknown[0]!r}: choose from {', '.join(sorted(allowed))}")
     seconds = float(limit) if limit else float(sum(kind.limits.get(part, 120) for part in parts))
-    return Part(name, kind, parts, seconds)
+    least = LEAST if kind_name == "tests" else ENOUGH * min(seconds, kind.limits.get(parts[0], seconds))
+    return Part(name, kind, parts, seconds, least)
 
 
 def command_of(part: Part, out: Path, limit: float, commit: str) -> list[str]:
@@ -133,7 +136,8 @@ def result_of(part: Part, out: Path) -> Path:
 def run(part: Part, out: Path, caches: Path, end: float, commit: str) -> None:
     """Run a part until it is done, or its limit or that of all is over."""
     limit = min(part.limit, end - time.monotonic())
-    if limit < LEAST:
+    if limit < part.least:
+        part.error = f"{max(0.0, limit):.0f} s were left, and it begins with {part.least:.0f}"
         return
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -153,12 +157,15 @@ def run(part: Part, out: Path, caches: Path, end: float, commit: str) -> None:
             part.state = "ok" if status == 0 else "failed"
         except subprocess.TimeoutExpired:
             part.state = "out of time"
+        except BaseException:  # somebody ends this script
+            part.state = "stopped"
+            raise
         finally:
             end_group(process)
-    part.seconds = time.monotonic() - began
-    if part.state != "ok":
-        part.error = last_line(log)
-    merge(part, out)
+            part.seconds = time.monotonic() - began
+            if part.state != "ok":
+                part.error = last_line(log)
+            merge(part, out)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -236,12 +243,15 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.limit
     commit = options.commit or commit_now()
+    # Parts have sessions of their own: they would outlive this script, and keep the GPU busy.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for part in parts:
-        run(part, out, caches, end, commit)
+        try:
+            run(part, out, caches, end, commit)
+        finally:
+            (out / "summary.txt").write_text(table(parts) + "\n")
         print(f"{part.name}: {part.state} after {part.seconds:.0f} s {part.error}".rstrip(), flush=True)
-    told = table(parts)
-    (out / "summary.txt").write_text(told + "\n")
-    print(told)
+    print(table(parts))
     return 0 if all(part.state == "ok" for part in parts) else 1
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,8 +51,9 @@ def script(name: str) -> Any:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """With one kind of parts, the benchmark above."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     module = script("measure_gpu")
     (tmp_path / "speed.py").write_text(BENCHMARK)
     kind = module.Kind(
@@ -57,7 +61,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setattr(module, "KINDS", {"tests": module.KINDS["tests"], "speed": kind})
     monkeypatch.setattr(module, "LEAST", 0.1)
-    return module
+    yield module
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def call(driver: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
@@ -112,6 +117,45 @@ def test_a_second_call_adds_to_the_first_unless_the_code_is_another(
 def test_what_has_no_time_left_does_not_begin(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(driver, monkeypatch, tmp_path / "out", "--limit", "0", "--parts", "speed:one") == 1
     assert "not started" in (tmp_path / "out/summary.txt").read_text()
+
+
+def test_a_part_begins_only_with_time_to_end(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shorter one behind it the time is better spent."""
+    words = ["--limit", "10", "--parts", "speed:one=30", "speed:two=15"]
+    assert call(driver, monkeypatch, tmp_path / "out", *words) == 1
+    rows = (tmp_path / "out/summary.txt").read_text().splitlines()[1:]
+    assert ["not started" in row for row in rows] == [True, False]
+    assert "s were left, and it begins with 15" in rows[0]
+    assert "  ok" in rows[1]
+
+
+def test_who_ends_the_script_ends_the_part(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps what it had written."""
+    out = tmp_path / "out"
+    log = out / "speed.one+slow.log"
+
+    def stop() -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not (log.exists() and "child" in log.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(SystemExit) as stopped:
+        call(driver, monkeypatch, out, "--parts", "speed:one,slow=30", "speed:two")
+    thread.join()
+    assert stopped.value.code == 143
+    assert json.loads((out / "speed.json").read_text())["one"] == ["one"]
+    rows = (out / "summary.txt").read_text().splitlines()[1:]
+    assert "  stopped" in rows[0]
+    assert "  not started" in rows[1]
+    words = log.read_text().split()
+    child = int(words[words.index("child") + 1])
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
 
 
 @pytest.mark.parametrize(

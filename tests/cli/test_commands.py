@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -269,6 +270,28 @@ def test_weights_of_several_dtypes_get_one(capsys: Capture, tmp_path: Path) -> N
     assert "dtype" in said
     assert said.endswith("if the weights are of several dtypes, --dtype gives them one")
     assert run_cli(capsys, *words, "--dtype", "float32").status == 0
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """As Python opens it in a plain locale, where bytes that are no text are taken for surrogates."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="surrogateescape"))
+
+
+def test_generate_reads_the_standard_input(
+    capsys: Capture, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard_input(monkeypatch, "Line é\r\nand".encode())
+    outcome = run_cli(capsys, "generate", run_folder, "--prompt", "-", "--max-new-tokens", 0)
+    assert (outcome.status, outcome.out) == (0, "Line é\nand\n")
+
+
+def test_generate_names_a_byte_that_is_no_text(
+    capsys: Capture, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard_input(monkeypatch, "Line é\r\n".encode() + b"\xff and")
+    outcome = run_cli(capsys, "generate", run_folder, "--prompt", "-", "--max-new-tokens", 2)
+    assert "the standard input is not UTF-8: byte 0xff at 9 (invalid start byte)" in outcome.one_sentence()
+    assert outcome.out == ""
 
 
 def test_generate_needs_a_tokenizer(capsys: Capture, run_folder: Path) -> None:

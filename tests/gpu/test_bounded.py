@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainshort as ts
 from tests.models.small import in_pieces, language_model, left_padded, random_tokens
 from tests.models.test_bounded import STEEP, startling_model, startling_text
 from trainshort.models import bounded_keys, ring_sizes
@@ -101,6 +102,11 @@ def test_a_failure_in_a_graph_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert 60 in expected[0, 301:].tolist()
     assert torch.equal(model.generate(prompt, cuda_graph=True, **options), expected)
     assert all(cache.report().reruns > 0 for cache in caches)
+    columns: list[Tensor] = []
+    with pytest.raises(ts.BoundedCacheError, match="evicted keys could hold more"):
+        model.generate(prompt, cuda_graph=True, on_failure="raise", on_token=columns.append, **options)
+    assert torch.equal(torch.stack(columns, 1), expected[:, 300 : 300 + len(columns)])
+    assert len(columns) < 60
 
 
 def test_memory_does_not_grow() -> None:

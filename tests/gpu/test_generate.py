@@ -212,6 +212,20 @@ def test_an_error_of_on_token_leaves_all_in_order() -> None:
     assert torch.equal(model.generate(prompt, max_new_tokens=13, **SAMPLED), expected)
 
 
+@pytest.mark.parametrize("row", [[1, 1, 1, 0], [0, 0, 0, 0]], ids=str)
+def test_padding_that_is_not_on_the_left_is_refused(row: list[int]) -> None:
+    mask = torch.tensor([[0, 0, 1, 1], row]).bool().cuda()
+    with pytest.raises(ValueError, match=r"padded on the left: .* row 1 is not so"):
+        model_of().generate(random_tokens(2, 4).cuda(), max_new_tokens=3, key_padding_mask=mask)
+
+
+def test_columns_are_no_part_of_the_text() -> None:
+    model, prompt = model_of(), random_tokens(2, 50).cuda()
+    expected = model.generate(prompt, max_new_tokens=30, **SAMPLED)
+    out = model.generate(prompt, max_new_tokens=30, on_token=lambda column: column.zero_(), **SAMPLED)
+    assert torch.equal(out, expected)
+
+
 def test_columns_come_at_most_a_few_steps_late(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of(), random_tokens(1, 50).cuda()
     taken: list[stepping.GraphedSteps] = []

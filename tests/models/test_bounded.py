@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.models.small import VOCABULARY, in_pieces, language_model, left_padded, random_tokens, small_config
-from trainshort.models import bounded_keys, ring_sizes
+from trainshort.models import bounded_keys, generate, ring_sizes
 from trainshort.models.bounded import BoundedCache
 from trainshort.ops.threads import one_thread
 
@@ -469,6 +469,33 @@ def test_a_step_that_was_left_halfway_is_made_up_for() -> None:
         torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_steps_are_of_one_token(count: int) -> None:
+    """And a call with others changes nothing."""
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    cache = bounded_cache(model, 1)
+    in_pieces(model, tokens[:, :300], [300], cache)
+    cache.begin_steps()
+    with pytest.raises(ValueError, match=f"takes one token at a time, got {count}: call end_steps first"):
+        in_pieces(model, tokens[:, :count], [count], cache)
+    found = in_pieces(model, tokens[:, 300:], [1] * 100, cache)
+    cache.end_steps()
+    assert cache.report().reruns == 0
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens)[:, 300:], rtol=2e-5, atol=2e-4)
+
+
+def test_bookmarks_are_for_full_caches() -> None:
+    model, tokens = language_model(**STEEP), random_tokens(1, 400)
+    full, cache = model.make_cache(1), bounded_cache(model, 1)
+    for each in (full, cache):
+        in_pieces(model, tokens[:, :300], [300], each)
+    for call in (cache.bookmark, lambda: cache.return_to(full.bookmark())):
+        with pytest.raises(TypeError, match="forgotten what a bookmark would return to"):
+            call()
+    assert cache.length == 300
+
+
 def test_going_back() -> None:
     model, tokens = language_model(**STEEP), random_tokens(1, 400)
     cache = bounded_cache(model, 1)
@@ -533,6 +560,28 @@ def test_steps_can_be_checked_later() -> None:
         torch.testing.assert_close(found, model(tokens)[:, 576:], rtol=1e-3, atol=1e-2)
 
 
+def test_going_back_raises_if_told_to() -> None:
+    """Where a certificate failed. The end of steps does not: it may come long after all tokens that anybody wants."""
+    model, tokens = startling_model(), startling_text(600)
+    cache = bounded_cache(model, 1, tolerance=1e-4, on_failure="raise")
+    in_pieces(model, tokens[:, :568], [568], cache)
+    cache.rollback(4)
+    in_pieces(model, tokens[:, 564:576], [12], cache)
+    cache.begin_steps()
+    cache.reserve(8)
+    in_pieces(model, tokens[:, 576:584], [1] * 8, cache)
+    other = copy.deepcopy(cache)
+    other.end_steps()
+    with pytest.raises(ts.BoundedCacheError, match="after 576 tokens evicted keys could hold more"):
+        cache.rollback(8)
+    assert cache.length == 576
+    with torch.no_grad():
+        expected = model(tokens)
+    for each, start in ((cache, 576), (other, 584)):
+        found = in_pieces(model, tokens[:, start:], [600 - start], each)
+        torch.testing.assert_close(found, expected[:, start:], rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.slow
 def test_rings_grow_before_certificates_fail() -> None:
     """Queries that slowly get longer: no rerun, and no failure."""
@@ -595,10 +644,13 @@ def test_generation_is_the_same() -> None:
     assert torch.equal(model.generate(tokens, bounded=True, **options), model.generate(tokens, **options))
 
 
-def test_generation_through_a_rerun() -> None:
+def test_generation_through_a_rerun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PREFILL", 500)  # the token that startles comes in the second piece
     model, tokens = startling_model(), startling_text(600)[:, :581]
     options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0.0}
     assert torch.equal(model.generate(tokens, bounded=True, **options), model.generate(tokens, **options))
+    with pytest.raises(ts.BoundedCacheError, match="after 500 tokens evicted keys could hold more"):
+        model.generate(tokens, bounded=True, on_failure="raise", **options)
 
 
 def test_trainable_slopes_and_changes_of_them() -> None:
@@ -619,8 +671,19 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"tolerance above 0, and that of torch\.float64 is 0"):
         make(dtype=torch.float64)
-    with pytest.raises(ValueError, match="tolerance between 0 and 1"):
-        make(tolerance=0.0)
+    for tolerance, why in (
+        (0.0, "0.0: with 0 nothing"),
+        (-1.0, "with 0"),
+        (1.0, "1.0: with 1 a query"),
+        (math.nan, "nan$"),
+    ):
+        with pytest.raises(ValueError, match=f"tolerance between 0 and 1.* got .*{why}"):
+            make(tolerance=tolerance)
+    with pytest.raises(TypeError, match="tolerance must be a number between 0 and 1, or None; got '1e-3'"):
+        make(tolerance="1e-3")
+    for flat in ({"biased_heads": 2}, {"slopes": [0.5, 0.0, 0.1, 0.1]}):
+        with pytest.raises(ValueError, match="to a head of slope 0 none does: use a full cache"):
+            make(config=small_config(position_options=flat))
     with pytest.raises(ValueError, match="takes no capacity"):
         make(capacity=100)
     with pytest.raises(ValueError, match="on_failure must be"):

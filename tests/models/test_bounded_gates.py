@@ -212,20 +212,38 @@ def test_memory_does_not_grow(gate: float) -> None:
 
 
 def test_open_gates_hold_everything_and_say_so() -> None:
-    """And once they close, all of it goes."""
+    """And once they close, all of it goes, in pieces and in steps alike."""
     text = Gated(4000, gate=1.0, batch=1)
     text.log_gates[..., 3000:] = math.log(0.5)
-    cache = text.cache(tolerance=1e-4)
-    text.attend(cache, [1000] + [1] * 200 + [900] * 2)
-    opened = cache.report()
+    full = text.cache(tolerance=1e-4)
+    text.attend(full, [1000] + [1] * 200 + [900] * 2)
+    opened = full.report()
     assert opened.evictions == 0
     assert opened.share_of_keys == 1.0
     assert opened.nbytes > opened.full_bytes
-    text.attend(cache, [1] * 400 + [300, 300], start=3000)
-    closed = cache.report()
+    for sizes in ([1] * 400 + [300, 300], [1] * 1000):
+        cache = copy.deepcopy(full)
+        text.attend(cache, sizes, start=3000)
+        closed = cache.report()
+        assert not cache.failed()
+        assert closed.nbytes < opened.nbytes / 8
+        assert closed.keys_held <= 256 * LAYERS * KV_HEADS
+        for rings, most in zip(cache.held.rings, closed.capacities, strict=True):
+            assert all(now <= limit for now, limit in zip(rings.capacities, most, strict=True))
+
+
+def test_rings_become_shorter_between_steps() -> None:
+    """Those of the heads whose gates close, while their neighbours keep everything: outputs are within the bound."""
+    text = Gated(700, gate=1.0, batch=1)
+    text.log_gates[0, :, 2:, 520:] = math.log(0.5)  # the second key head, in the first layer alone
+    cache = text.cache(tolerance=1e-4)
+    found = text.attend(cache, [500] + [1] * 200)
     assert not cache.failed()
-    assert closed.nbytes < opened.nbytes / 8
-    assert closed.keys_held <= 256 * LAYERS * KV_HEADS
+    assert text.error(found) <= 1e-4 * text.diameter()
+    assert cache.held.rings[0].capacities[1] <= 256 < 700 <= cache.held.rings[0].capacities[0]
+    assert cache.held.capacity_of.tolist() == [rings.capacities for rings in cache.held.rings]
+    others = [*cache.held.rings[0].runs[:1], *cache.held.rings[1].runs]
+    assert all(run.low(text.length) == 0 for run in others)
 
 
 @pytest.mark.parametrize("sizes", [[700, 1], [600] + [1] * 101, [300, 400, 1]], ids=len)

@@ -320,6 +320,18 @@ def test_sizes_that_cannot_be(batch: int, capacity: int, match: str) -> None:
         ts.KeyValueCache(small_config(), batch, capacity)
 
 
+@pytest.mark.parametrize("options", [{"tolerance": 1e-3}, {"on_failure": "raise"}], ids=str)
+def test_options_of_bounded_caches(options: dict[str, Any]) -> None:
+    for make in (
+        lambda: ts.KeyValueCache(small_config(), 1, **options),
+        lambda: language_model().make_cache(1, **options),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(options))} is an option of bounded caches: pass bounded=True"
+        ):
+            make()
+
+
 def test_a_cache_is_for_causal_models() -> None:
     model = ts.Encoder(small_config(causal=False))
     with pytest.raises(ValueError, match="causal"):

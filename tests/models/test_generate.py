@@ -7,6 +7,7 @@ import math
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +96,12 @@ def test_left_padding_of_a_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_precisions(dtype: torch.dtype) -> None:
     model, tokens = language_model(dtype=dtype), random_tokens(2, 30)
     assert model.generate(tokens, max_new_tokens=6, seed=0).shape == (2, 36)
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    model, tokens = language_model(), random_tokens(2, 30)
+    expected = model.generate(tokens, max_new_tokens=6, seed=3)
+    assert torch.equal(model.generate(tokens, max_new_tokens=np.int64(6), seed=np.int64(3)), expected)
 
 
 def test_int32_prompts_stay_int32() -> None:
@@ -203,6 +210,14 @@ def test_without_a_limit_on_token_can_end_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         model.generate(tokens, on_token=collect, **SAMPLED | {"max_new_tokens": None})
     assert torch.equal(torch.stack(columns, dim=1), free[:, 30:])
+
+
+def test_columns_are_no_part_of_the_text() -> None:
+    """Who writes to one changes nothing."""
+    model, tokens, free = free_run(2)
+    for use_cache in (True, False):
+        out = model.generate(tokens, use_cache=use_cache, on_token=lambda column: column.zero_(), **SAMPLED)
+        assert torch.equal(out, free)
 
 
 def test_without_a_limit_learned_positions_still_have_one() -> None:
@@ -373,7 +388,10 @@ def test_arguments_that_cannot_be(use_cache: bool, options: dict[str, Any], matc
         ({"eos_token_id": 3, "stop_tokens": [3]}, ValueError, "say the same thing: pass one of them"),
         ({"eos_token": 3}, TypeError, "unexpected keyword argument 'eos_token'"),
         ({"seed": 2**64}, ValueError, "seed must be an int of 64 bits"),
+        ({"seed": 1.0}, ValueError, "seed must be an int of 64 bits"),
         ({"tolerance": 0.1}, ValueError, "tolerance is an option of bounded caches"),
+        ({"on_failure": "raise"}, ValueError, "on_failure is an option of bounded caches"),
+        ({"bounded": True, "on_failure": "ignore"}, ValueError, "on_failure must be 'rerun' or 'raise'"),
         ({"bounded": True, "use_cache": False}, ValueError, "bounded=True is a kind of cache"),
     ],
     ids=str,
@@ -389,6 +407,15 @@ def test_a_tolerance_for_float64() -> None:
         model.generate(prompt, max_new_tokens=4, bounded=True)
     bounded = model.generate(prompt, max_new_tokens=4, temperature=0.0, bounded=True, tolerance=1e-12)
     assert torch.equal(bounded, model.generate(prompt, max_new_tokens=4, temperature=0.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"bounded": True}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("row", [[1, 1, 1, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]], ids=str)
+def test_padding_that_is_not_on_the_left_is_refused(row: list[int], options: dict[str, Any]) -> None:
+    """Also for one token alone, before anybody else looks: the last column is what generation goes on from."""
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], row]).bool()
+    with pytest.raises(ValueError, match=r"padded on the left: key_padding_mask must end in True .* row 2 is not so"):
+        language_model().generate(random_tokens(3, 4), max_new_tokens=1, key_padding_mask=mask, **options)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable
@@ -130,6 +131,18 @@ class Shown:
         return f"{rate}{self.count:,} new token{'s' * (self.count != 1)}, {prompt + self.count:,} in context"
 
 
+def _standard_input() -> str:
+    """All of it, which is UTF-8 whatever the locale says."""
+    data = sys.stdin.buffer.read()
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()  # any end of a line becomes a newline
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the standard input is not UTF-8: byte 0x{data[error.start]:02x} at {error.start:,} ({error.reason}); "
+            "--prompt - reads a text: convert it first, for example with iconv"
+        ) from None
+
+
 def run(flags: Flags) -> int:
     import torch
 
@@ -144,10 +157,10 @@ def run(flags: Flags) -> int:
     if not Path(flags.folder, "config.json").exists():
         load(flags.folder)  # says what is wrong
     tokenizer = load_tokenizer(f"{flags.folder}/tokenizer.json")  # before the weights, which may be many
+    text = _standard_input() if flags.prompt == "-" else flags.prompt
     model = load(flags.folder, dtype=dtype, device=device)
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{flags.folder} holds an encoder: only language models continue a text")
-    text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     end = tokenizer.end_id
     prompt = tokenizer.encode(text) or ([] if end is None else [end])  # a text begins where another ended
     if not prompt:

@@ -10,6 +10,7 @@ large rings are is a guess; that nothing was lost is not. The proof is in docs/p
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from trainshort.models.bounded_gates import GatedKeys
 from trainshort.models.bounded_keys import CLOSE, BoundedKeys
 from trainshort.models.bounded_slopes import SlopedKeys
-from trainshort.models.cache import Bookmark, KeyValueCache
+from trainshort.models.cache import Bookmark, KeyValueCache, require_one_token
 from trainshort.models.config import ModelConfig
 from trainshort.models.ring_sizes import ADAPT, BoundedCacheError, RingSizes
 from trainshort.ops.bias import Bias, LinearBias
@@ -31,6 +32,8 @@ from trainshort.ops.values import require_no_nan, require_positive
 
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
 FIRST_TEXT, TEXT_GROWTH = 256, 2**18  # tokens: the text's buffer doubles from the one up to the other, then adds that
+
+FLAT_HEADS = "a bounded cache evicts keys that fade, and to a head of slope 0 none does: use a full cache"
 
 Compute = Callable[[Tensor], Tensor]  # tokens [B, T] -> hidden states, through `attend` of every layer
 
@@ -120,6 +123,7 @@ class BoundedCache(KeyValueCache):
     def feed(self, tokens: Tensor, compute: Compute) -> Tensor:
         """Compute tokens [B, T] that go on after those here. Where certificates fail, the whole text is run again."""
         if self.deferred:
+            require_one_token(tokens.shape[1])
             self.reserve(tokens.shape[1])
             self.whole = False
             out = self._computed(tokens, compute)
@@ -140,16 +144,19 @@ class BoundedCache(KeyValueCache):
             if out is None:
                 self._enlarge()
             if out is None and self.on_failure == "raise":
-                raise BoundedCacheError(
-                    f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a "
-                    "query's softmax mass: feed these tokens again and the text is run again with more memory, or "
-                    "make the cache with on_failure='rerun'"
-                )
+                raise self._lost_too_much()
         while out is None:
             out = self._again(tokens, compute)
             if out is None:
                 self._enlarge()
         return out
+
+    def _lost_too_much(self) -> BoundedCacheError:
+        return BoundedCacheError(
+            f"after {self.remembered} tokens evicted keys could hold more than {self.tolerance:.1e} of a query's "
+            "softmax mass: with on_failure='rerun' the text is run again with more memory, and so it is if tokens "
+            "are fed to this cache again"
+        )
 
     def _forget_keys(self) -> None:
         """Only the text stays, as far as it was certified: the next call runs it again before its own tokens."""
@@ -230,18 +237,29 @@ class BoundedCache(KeyValueCache):
     def bookmark(self) -> Bookmark:
         raise TypeError("a bounded cache has forgotten what a bookmark would return to: use a full cache")
 
+    def return_to(self, bookmark: Bookmark) -> None:
+        self.bookmark()  # says why not
+
     def rollback(self, tokens: int = 0) -> None:
         """Forget all but the text, and of that the last tokens: the next call runs the rest again before its own.
 
-        For callers that look at certificates only after several steps.
+        For callers that look at certificates only after several steps. Where one failed and on_failure is "raise",
+        a BoundedCacheError comes then.
         """
+        if self._forget(tokens) and self.on_failure == "raise":
+            raise self._lost_too_much()
+
+    def _forget(self, tokens: int) -> bool:
+        """What `rollback` does. Returns whether a certificate failed."""
         there = self.length if self.deferred else self.remembered
         if not 0 <= tokens <= there:
             raise ValueError(f"rollback takes back at most the {there} tokens there are, got {tokens}")
-        if self.failed():
+        failed = self.failed()
+        if failed:
             self._enlarge()
         self.remembered, self.deferred = there - tokens, False
         self._forget_keys()
+        return failed
 
     # One token after another, at a place that the device knows: see KeyValueCache. Nobody looks at certificates until
     # the caller reads `failure_flag`, and tells by `heed` what it says, or goes back with `rollback`.
@@ -264,7 +282,7 @@ class BoundedCache(KeyValueCache):
 
     def end_steps(self) -> None:
         if self.deferred and self.failed():
-            self.rollback()
+            self._forget(0)
         elif self.deferred:
             self.deferred, self.remembered = False, self.length
 
@@ -350,9 +368,7 @@ class BoundedCache(KeyValueCache):
         slopes = bias.slopes.detach()
         if self.slopes is None:
             if bool((slopes == 0).any()):
-                raise ValueError(
-                    "a bounded cache evicts keys that fade, and to a head of slope 0 none does: use a full cache"
-                )
+                raise ValueError(FLAT_HEADS)
             require_positive("slopes", slopes)
             self.slopes = slopes.to(self.device, torch.float64, copy=True)
         elif self.device.type == "cpu" and not torch.equal(self.slopes, slopes.double()):
@@ -393,10 +409,14 @@ def _checked_tolerance(tolerance: float | None, dtype: torch.dtype) -> float:
                 f"a bounded cache needs a tolerance above 0, and that of {dtype} is 0: pass one, such as "
                 "tolerance=1e-12, or use a full cache"
             )
+    if not isinstance(tolerance, numbers.Real):
+        raise TypeError(f"tolerance must be a number between 0 and 1, or None; got {tolerance!r}")
     if not 0.0 < tolerance < 1.0:
+        why = ": with 0 nothing could ever be evicted, which is what a full cache does" if tolerance <= 0.0 else ""
+        why = ": with 1 a query might lose all that it looks for" if tolerance >= 1.0 else why
         raise ValueError(
-            f"a bounded cache needs a tolerance between 0 and 1, the softmax mass that a query may lose, got "
-            f"{tolerance}: with 0 nothing could ever be evicted, which is what a full cache does"
+            "a bounded cache needs a tolerance between 0 and 1, the softmax mass that a query may lose, got "
+            f"{tolerance}{why}"
         )
     return tolerance
 
@@ -424,6 +444,8 @@ def _check_options(
             f"a bounded cache needs slopes that stay as they are; those of {config.position} depend on the length of "
             "the text here: give a factor instead of trained_length, or use a full cache"
         )
+    if position.has_flat_heads:
+        raise ValueError(FLAT_HEADS)
     if not isinstance(bias, LinearBias) and not config.has_gates:
         raise ValueError(
             f"a bounded cache needs positions under which distant keys provably fade, such as alibi or fox; "

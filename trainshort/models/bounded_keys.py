@@ -270,9 +270,15 @@ class BoundedKeys(ABC):
             self.lay_out()
 
     def adapt(self, length: int) -> None:
-        """Between steps: let rings become larger whose certificates come close to failing."""
-        grown = [sizes is not None and self._adapt_layer(layer, length) for layer, sizes in enumerate(self.targets)]
-        if any(grown):
+        """Between steps: let rings become larger whose certificates come close to failing, and make those shorter
+        that need no longer be so long. The former move once they are full, the latter now."""
+        settled = [layer for layer, sizes in enumerate(self.targets) if sizes is not None]
+        changed = [layer for layer in settled if self._adapt_layer(layer, length)]
+        for layer in changed:
+            rings, wanted = self.rings[layer], self.wanted()[layer]
+            if any(now > most for now, most in zip(rings.capacities, wanted, strict=True)):
+                self._keep(layer, [rings.span(run, length) for run in rings.runs])
+        if changed:
             self.lay_out()
 
     def _keep(self, layer: int, spans: Sequence[Span], *, tokens: int = 0, ahead: int = 0) -> None:

@@ -79,11 +79,14 @@ class KeyValueCache:
         capacity: int | None = None,
         *,
         bounded: bool = False,
+        tolerance: float | None = None,
+        on_failure: str = "rerun",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         if bounded:
             raise TypeError(f"{type(self).__name__} is a full cache: bounded=True is for KeyValueCache itself")
+        refuse_bounded_options(tolerance, on_failure)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if capacity is not None and capacity < 1:
@@ -314,13 +317,24 @@ class KeyValueCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float
     ) -> Tensor:
         assert self.sequences is not None
-        if q.shape[2] != 1:
-            raise ValueError(f"a stepping cache takes one token at a time, got {q.shape[2]}: call end_steps first")
+        require_one_token(q.shape[2])
         if self._bias is None or self._bias[0] is not bias:  # one for all layers of a step
             self._bias = bias, KernelBias(NO_BIAS) if bias is None else bias.for_kernels(self.batch_size)
         stored = Stored(self.keys[layer], self.values[layer], self.norms[layer])
         triton_backend.append(k, v, stored, sequences=self.sequences)
         return triton_backend.step(q, stored, self.sequences, self._bias[1], scale)
+
+
+def refuse_bounded_options(tolerance: float | None, on_failure: str) -> None:
+    """Of a full cache, which loses nothing."""
+    for name, is_given in (("tolerance", tolerance is not None), ("on_failure", on_failure != "rerun")):
+        if is_given:
+            raise ValueError(f"{name} is an option of bounded caches: pass bounded=True with it, or leave it out")
+
+
+def require_one_token(tokens: int) -> None:
+    if tokens != 1:
+        raise ValueError(f"a stepping cache takes one token at a time, got {tokens}: call end_steps first")
 
 
 def _longer(old: Tensor, size: int, make: Callable[..., Tensor]) -> Tensor:

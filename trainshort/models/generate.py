@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainshort.models.cache import refuse_bounded_options
 from trainshort.models.layers import check_mask, require_tokens
 from trainshort.models.sampling import Sampling
 from trainshort.models.stepping import GraphedSteps, Step, Text, warn_eager, why_not_graphed
@@ -49,23 +50,25 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
     use_cache: bool = True,
     bounded: bool = False,
     tolerance: float | None = None,
+    on_failure: str = "rerun",
     on_token: Callable[[Tensor], None] | None = None,
     cuda_graph: bool | None = None,
 ) -> Tensor:
     """Continue int tokens [B, T]: [B, T + new]. The options are those of LanguageModel.generate."""
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
-    if not (seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**64)):
+    if not (seed is None or (_is_int(seed) and -(2**63) <= seed < 2**64)):
         raise ValueError(f"seed must be an int of 64 bits, or None; got {seed!r}")
-    _check_cache(use_cache, bounded, tolerance)
+    _check_cache(use_cache, bounded, tolerance, on_failure)
     if key_padding_mask is not None:
         check_mask(key_padding_mask, tokens)
+        _check_padding(key_padding_mask)
     sampling = Sampling(tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_tokens=stop_tokens)
     count = _most(model, tokens.shape[1], max_new_tokens, bool(stop_tokens) or on_token is not None)
     text = Text(tokens, ROOM if count is None else min(count, ROOM))
     if count == 0:
         return text.tokens
-    options: dict[str, Any] = {"bounded": True, "tolerance": tolerance} if bounded else {}
-    cache = model.make_cache(tokens.shape[0], **options) if use_cache else None
+    kind: dict[str, Any] = {"bounded": True, "tolerance": tolerance, "on_failure": on_failure} if bounded else {}
+    cache = model.make_cache(tokens.shape[0], **kind) if use_cache else None
     if cache is not None:
         cache.reserve(text.length + text.room)
         if key_padding_mask is not None:
@@ -84,7 +87,7 @@ def generate(  # noqa: PLR0913 - the options of LanguageModel.generate, by which
         for column, ended in islice(steps, count):
             given += 1
             if on_token is not None:
-                on_token(column)
+                on_token(column.clone())  # its own: the text goes on from the column itself
             if ended:
                 break
     return text.tokens[:, : tokens.shape[1] + given]
@@ -218,11 +221,22 @@ def stops_of(
     return [int(each) for each in ids]
 
 
-def _check_cache(use_cache: bool, bounded: bool, tolerance: float | None) -> None:
+def _check_padding(mask: Tensor) -> None:
+    """Of a prompt, on every device: it waits for a GPU once, which is little beside reading the prompt."""
+    good: list[bool] = (mask[:, -1] & (mask[:, 1:] >= mask[:, :-1]).all(-1)).tolist()
+    if not all(good):
+        raise ValueError(
+            "generate goes on from the last token of each row, so rows are padded on the left: key_padding_mask must "
+            f"end in True and be False before the first token alone, and row {good.index(False)} is not so. Move its "
+            "padding to the left, or leave out a row without a token"
+        )
+
+
+def _check_cache(use_cache: bool, bounded: bool, tolerance: float | None, on_failure: str) -> None:
     if bounded and not use_cache:
         raise ValueError("bounded=True is a kind of cache, and use_cache=False asks for none: leave one of them out")
-    if tolerance is not None and not bounded:
-        raise ValueError("tolerance is an option of bounded caches: pass bounded=True with it, or leave it out")
+    if not bounded:
+        refuse_bounded_options(tolerance, on_failure)
 
 
 def _most(model: LanguageModel, length: int, max_new_tokens: int | None, may_end: bool) -> int | None:

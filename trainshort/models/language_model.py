@@ -139,6 +139,7 @@ class LanguageModel(Model):
         use_cache: bool = True,
         bounded: bool = False,
         tolerance: float | None = None,
+        on_failure: str = "rerun",
         on_token: Callable[[Tensor], None] | None = None,
         cuda_graph: bool | None = None,
     ) -> Prompt:
@@ -160,6 +161,7 @@ class LanguageModel(Model):
             use_cache: False computes the whole text again for each token.
             bounded: With a cache whose memory does not grow with the text (see KeyValueCache).
             tolerance: The softmax mass that a query may lose there; None: that of attention in the model's dtype.
+            on_failure: Where it may have lost more: "rerun" the text, or "raise" a BoundedCacheError.
             on_token: Called with each new column [B] of tokens in order; on a GPU a few steps late.
             cuda_graph: On a GPU a step is captured and replayed, or a warning says why it can't be; False: never;
                 True: raise rather than warn.
@@ -176,8 +178,8 @@ class LanguageModel(Model):
 
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-            "seed": seed, "use_cache": use_cache, "bounded": bounded, "tolerance": tolerance, "on_token": on_token,
-            "cuda_graph": cuda_graph,
+            "seed": seed, "use_cache": use_cache, "bounded": bounded, "tolerance": tolerance,
+            "on_failure": on_failure, "on_token": on_token, "cuda_graph": cuda_graph,
         }  # fmt: skip
         stops = stops_of(stop_tokens, eos_token_id, self.config.vocab_size)
         if isinstance(tokens, Tensor):

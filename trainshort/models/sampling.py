@@ -35,7 +35,7 @@ class Sampling:
         stop_tokens: Collection[int],
     ) -> None:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.generator = None if seed is None else torch.Generator(device=tokens.device).manual_seed(seed)
+        self.generator = None if seed is None else torch.Generator(device=tokens.device).manual_seed(int(seed))
         self.stops: Tensor | None = None
         if len(stop_tokens):
             self.stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=tokens.device)

@@ -56,6 +56,7 @@ class Alibi(Position):
             raise ValueError("alibi one_sided is for encoders: causal attention sees the past alone")
         self.heads, self.scale, self.biased_heads = shape.num_heads, scale, biased_heads
         self.given = None if slopes is None else list(slopes)
+        self.has_flat_heads = 0 in (self.given or ()) or (self.biased_heads or self.heads) < self.heads
         self._check_slopes(trainable)
         self.scaling = Scaling(scaling, factor, trained_length).check("alibi", ("linear", "ntk"))
         self.depends_on_length, self.factor = self.scaling.depends_on_length, self.scaling.at(0)
@@ -82,7 +83,7 @@ class Alibi(Position):
                     f"alibi slopes must be 0 or positive, got {slope} times scale {self.scale}; "
                     f"float32 holds {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
                 )
-        if trainable and (0 in (self.given or ()) or (self.biased_heads or self.heads) < self.heads):
+        if trainable and self.has_flat_heads:
             raise ValueError("alibi trainable slopes are positive: heads of slope 0 cannot learn one")
 
     def _initial(self, device: torch.device | str | None = None) -> Tensor:

@@ -30,6 +30,7 @@ class Position(nn.Module):
 
     max_length: int | None = None  # the longest sequence the method can represent; None: any
     label: str | None = None  # what reports call it; None: the name it has in the table
+    has_flat_heads: bool = False  # whether some heads of a linear bias are known to have slope 0
     depends_on_length: bool = False  # whether `at_length` may give another method than this one
 
     def at_length(self, length: int, growing: bool = False) -> Position:
