@@ -261,6 +261,24 @@ def test_a_process_of_torchrun_ends_with_its_command(words: list[str], status: i
     assert error in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("breaks", "status"),
+    [
+        ("main.main = lambda: sys.exit(3)", 1),  # what nobody expects
+        ("gone, out = os.pipe()\nos.close(gone)\nos.dup2(out, 1)", 0),
+        ("gone, out = os.pipe()\nos.close(gone)\nos.dup2(out, 2)\nmain.main = lambda: 1 / 0", 1),
+    ],
+)
+def test_whatever_happens_a_process_of_torchrun_ends(breaks: str, status: int) -> None:
+    code = (
+        "import atexit, os, sys, threading, time\nfrom trainshort.cli import main\n"
+        f"threading.Thread(target=time.sleep, args=(60,)).start()\n{breaks}\nmain.start()"
+    )
+    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", code, "--version"]
+    assert subprocess.run(command, capture_output=True, timeout=30, env=launched).returncode == status
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m trainshort --help | head -1; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -51,6 +51,18 @@ def test_one_rank_trains_what_a_plain_process_trains(data: Path, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("launched")
+def test_a_process_that_ends_with_its_command_does_not_end_the_group(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would wait for exchanges which others have not joined, and what went wrong would be said after it."""
+    monkeypatch.setattr("trainshort.training.launch._ends_at_once", True)
+    with pytest.raises(ValueError, match="went wrong"), joined(small_config(data, tmp_path / "run", parallel="ddp")):
+        raise ValueError("went wrong")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("launched")
 def test_a_device_of_its_own_is_no_choice_for_a_rank(data: Path, tmp_path: Path) -> None:
     config = small_config(data, tmp_path / "run", device="meta", parallel="ddp")
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda with several processes"), joined(config):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
@@ -18,7 +16,7 @@ from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
 from trainshort.common.extras import require
 from trainshort.common.messages import did_you_mean
-from trainshort.training.launch import is_launched
+from trainshort.training.launch import is_launched, run_and_end
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -51,17 +49,7 @@ def start() -> NoReturn:
     """What the terminal calls: run one command and end the process with its exit status."""
     if not is_launched():
         sys.exit(main())
-    # What gloo and NCCL leave running (threads, among others) can make the end of the interpreter hang or abort, and
-    # torchrun would wait for this process, or count it as failed. All work is done by then.
-    try:
-        status = main()
-    except Exception:  # with --debug
-        traceback.print_exc()
-        status = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run_and_end(main)
 
 
 def main(typed: Sequence[str] | None = None) -> int:

@@ -20,7 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainshort.common.devices import device_for
 from trainshort.ops.context.parallel import context_parallel
 from trainshort.training.config import TrainConfig
-from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes, restarts
+from trainshort.training.launch import (
+    EndedByOthersError,
+    ends_at_once,
+    is_launched,
+    local_rank,
+    number_of_processes,
+    restarts,
+)
 
 ALLOWED = "auto, cpu, or one that torch finds here"
 # What collectives say where a process at the other end has gone.
@@ -158,7 +165,7 @@ class _Joined(Processes):
     def leave(self, failed: bool) -> None:
         """On a GPU a group that has lost a process is left alone: to end it would wait for that process."""
         self.before_leaving.close()
-        if self.owned and not (failed and self.device.type == "cuda"):
+        if self.owned and not ends_at_once() and not (failed and self.device.type == "cuda"):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             # Shards keep their group until the interpreter ends, and gloo's threads need Python's lock once more, to
