@@ -43,6 +43,13 @@ def restarts() -> int:
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
+def lasting_store() -> tuple[str, int] | None:
+    """Host and port of torchrun's own store, which outlives the processes; None where it starts none again."""
+    if _number("TORCHELASTIC_MAX_RESTARTS", 0) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    return None
+
+
 def run_and_end(command: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its exit status, whatever happens.
 

@@ -10,6 +10,8 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from trainshort.training.launch import (
     EndedByOthersError,
     ends_at_once,
     is_launched,
+    lasting_store,
     local_rank,
     number_of_processes,
     restarts,
@@ -33,6 +36,7 @@ ALLOWED = "auto, cpu, or one that torch finds here"
 # What collectives say where a process at the other end has gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "TCPStore", "c10d")
 FAILURES = "trainshort/failures"
+BEGUN = "trainshort/begun"
 Result = TypeVar("Result")
 
 
@@ -209,6 +213,24 @@ def kind_of(config: TrainConfig) -> str | None:
         return None
     several = dist.get_world_size() if _is_in_group() else number_of_processes()
     return config.parallel or ("ddp" if several > 1 else None)
+
+
+def remember_begun(folder: Path) -> None:
+    """Rank 0 trains in this folder: processes that torchrun starts in place of these may go on there."""
+    if (store := _lasting_store()) is not None:
+        store.set(f"{BEGUN}/{folder.resolve()}", "yes")
+
+
+def was_begun(folder: Path) -> bool:
+    """Whether processes before this one, of the same job of torchrun, have trained in this folder."""
+    store = _lasting_store() if restarts() > 0 else None
+    return store is not None and bool(store.check([f"{BEGUN}/{folder.resolve()}"]))
+
+
+def _lasting_store() -> dist.TCPStore | None:
+    if (place := lasting_store()) is None:
+        return None
+    return dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def _is_in_group() -> bool:
