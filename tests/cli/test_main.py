@@ -15,7 +15,7 @@ import pytest
 from tests.cli.run_cli import run_cli
 from trainshort.cli import main as main_module
 from trainshort.cli.arguments import Parser, add_fields, read
-from trainshort.cli.errors import name_flags
+from trainshort.cli.errors import UsageError, name_flags
 from trainshort.cli.main import COMMANDS, FIRST_STEPS, main
 
 Capture = pytest.CaptureFixture[str]
@@ -194,6 +194,23 @@ def test_errors_are_one_sentence(
     outcome = run_cli(capsys, "bench")
     assert outcome.status == 1
     assert message in outcome.one_sentence()
+
+
+def test_what_was_typed_wrong_is_said_by_one_of_several_processes(
+    capsys: Capture, failing: dict[str, BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is that they were stopped; any other error is told by the process that has it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("0", "trainshort bench: "), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        failing["error"] = UsageError("there is no flag --x")
+        outcome = run_cli(capsys, "bench")
+        assert outcome.status == 2
+        assert outcome.error.partition("there is no flag --x")[0] == said
+        failing["error"] = KeyboardInterrupt()
+        assert run_cli(capsys, "bench").error.strip().partition("stopped")[0] == said
+        failing["error"] = ValueError("wrong")
+        assert "wrong" in run_cli(capsys, "bench").one_sentence()
 
 
 def test_debug_shows_where(failing: dict[str, BaseException]) -> None:

@@ -1,8 +1,8 @@
-"""`trainshort train` as torchrun starts it, in which one rank is killed, in the middle of a step or of a write; or it
-fails in a step, with an exchange begun that the others don't join.
+"""`trainshort` as torchrun starts it, in which one rank is killed: in the middle of a step, of a write, or of a
+window of an evaluation. Or it fails in a step, with an exchange begun that the others don't join.
 
-FAULT in the environment: the rank, "step", "write" or "error", and which of them. After a restart by torchrun nothing
-happens.
+FAULT in the environment: the rank, "step", "write", "window" or "error", and which of them. After a restart by
+torchrun nothing happens.
 """
 
 from __future__ import annotations
@@ -39,6 +39,20 @@ def in_step(number: int, happens: Callable[[], None]) -> None:
         return result
 
     LanguageModel.loss = losing  # type: ignore[method-assign]
+
+
+def die_in_window(number: int) -> None:
+    import trainshort.evaluation.score as score
+
+    share, calls = score._losses_over_ranks, [0]
+
+    def sharing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            die()
+        return share(*arguments)
+
+    score._losses_over_ranks = sharing
 
 
 def fail() -> None:
@@ -85,5 +99,6 @@ if __name__ == "__main__":
         if place == "error":
             in_step(int(number), fail if here else stay)
         elif here:
-            in_step(int(number), die) if place == "step" else die_in_write(int(number))
+            faults = {"step": lambda number: in_step(number, die), "write": die_in_write, "window": die_in_window}
+            faults[place](int(number))
     start()

@@ -34,7 +34,8 @@ class Ended:
     @property
     def sentences(self) -> list[str]:
         """What trainshort itself said was wrong."""
-        return [line for line in self.errors.splitlines() if line.startswith("trainshort train: ")]
+        own = ("trainshort train: ", "trainshort evaluate: ")
+        return [line for line in self.errors.splitlines() if line.startswith(own)]
 
 
 def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str) -> Ended:

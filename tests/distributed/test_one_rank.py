@@ -65,6 +65,22 @@ def test_a_process_that_ends_with_its_command_does_not_end_the_group(
 
 
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("[pair.cc:5] Connection closed by peer [127.0.0.1]:5", r"has lost it; .*\(--resume\)$"),
+        ("NCCL error: unhandled system error\nLast error:\nx", r"\(it said: NCCL error: unhandled system error\)$"),
+        ("no gloo device: eth7", r"has lost it; .*\(it said: no gloo device: eth7\)$"),
+    ],
+)
+def test_a_process_that_was_lost_and_what_may_be_something_else(
+    data: Path, tmp_path: Path, error: str, told: str
+) -> None:
+    with pytest.raises(RuntimeError, match=told), joined(small_config(data, tmp_path / "run", parallel="ddp")):
+        raise RuntimeError(error)
+
+
+@pytest.mark.usefixtures("launched")
 def test_a_device_of_its_own_is_no_choice_for_a_rank(data: Path, tmp_path: Path) -> None:
     config = small_config(data, tmp_path / "run", device="meta", parallel="ddp")
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda with several processes"), joined(config):

@@ -16,7 +16,7 @@ from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
 from trainshort.common.extras import require
 from trainshort.common.messages import did_you_mean
-from trainshort.training.launch import is_launched, run_and_end
+from trainshort.training.launch import is_launched, rank, run_and_end
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -74,7 +74,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:  # training says more, and what signal it was
-        print(f"\n{name}: {name_flags(str(stop), _fields(words)) or 'stopped'}", file=sys.stderr)
+        if rank() == 0:
+            print(f"\n{name}: {name_flags(str(stop), _fields(words)) or 'stopped'}", file=sys.stderr)
         return int(getattr(stop, "status", INTERRUPTED))
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,6 +84,8 @@ def main(typed: Sequence[str] | None = None) -> int:
         if debug:
             raise
         usage = isinstance(error, UsageError)
+        if usage and rank() > 0:  # the same was typed for all
+            return 2
         text = str(error) if usage else name_flags(sentence(error), _fields(words))
         print(f"{name}: {text}" + (f" ({name} --help shows what there is)" if usage else ""), file=sys.stderr)
         return 2 if usage else 1

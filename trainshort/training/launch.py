@@ -26,16 +26,16 @@ def is_launched() -> bool:
 
 
 def rank() -> int:
-    return _number("RANK", 0)
+    return _number("RANK", 0) if is_launched() else 0
 
 
 def local_rank() -> int:
     """Among the processes of this machine."""
-    return _number("LOCAL_RANK", rank())
+    return _number("LOCAL_RANK", rank()) if is_launched() else 0
 
 
 def number_of_processes() -> int:
-    return _number("WORLD_SIZE", 1)
+    return _number("WORLD_SIZE", 1) if is_launched() else 1
 
 
 def restarts() -> int:
