@@ -200,9 +200,13 @@ def test_what_was_typed_wrong_is_said_by_one_of_several_processes(
     capsys: Capture, failing: dict[str, BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So is that they were stopped; any other error is told by the process that has it."""
+    waited: list[float] = []
+    monkeypatch.setattr("trainshort.training.launch._ends_at_once", True)
+    monkeypatch.setattr(main_module.time, "sleep", waited.append)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, said in (("0", "trainshort bench: "), ("1", "")):
         monkeypatch.setenv("RANK", rank)
+        assert not waited
         failing["error"] = UsageError("there is no flag --x")
         outcome = run_cli(capsys, "bench")
         assert outcome.status == 2
@@ -211,6 +215,7 @@ def test_what_was_typed_wrong_is_said_by_one_of_several_processes(
         assert run_cli(capsys, "bench").error.strip().partition("stopped")[0] == said
         failing["error"] = ValueError("wrong")
         assert "wrong" in run_cli(capsys, "bench").one_sentence()
+    assert waited == [main_module.SPEAKING], "or torchrun would end the one that speaks"
 
 
 def test_debug_shows_where(failing: dict[str, BaseException]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
@@ -16,7 +17,7 @@ from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
 from trainshort.common.extras import require
 from trainshort.common.messages import did_you_mean
-from trainshort.training.launch import is_launched, rank, run_and_end
+from trainshort.training.launch import ends_at_once, is_launched, local_rank, rank, run_and_end
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -35,6 +36,7 @@ FIRST_STEPS = {  # of each kind of user
     "run BLOOM, MPT or Falcon": 'trainshort generate FOLDER --prompt "Once"',
     "understand ALiBi": "python -m inspect trainshort.ops.reference",
 }
+SPEAKING = 10.0  # seconds that another process has for what this one would say too
 IMPORTING = ("train", "evaluate", "compare", "generate", "inspect", "report")  # take --import
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table
@@ -84,11 +86,18 @@ def main(typed: Sequence[str] | None = None) -> int:
         if debug:
             raise
         usage = isinstance(error, UsageError)
-        if usage and rank() > 0:  # the same was typed for all
+        if usage and local_rank() > 0:  # the same was typed for all of this machine
+            _let_the_first_speak()
             return 2
         text = str(error) if usage else name_flags(sentence(error), _fields(words))
         print(f"{name}: {text}" + (f" ({name} --help shows what there is)" if usage else ""), file=sys.stderr)
         return 2 if usage else 1
+
+
+def _let_the_first_speak() -> None:
+    """torchrun ends all processes when it sees one end, and the first may be slow to start."""
+    if ends_at_once():
+        time.sleep(SPEAKING)
 
 
 def _fields(words: Sequence[str]) -> list[str]:
