@@ -11,7 +11,9 @@ DOCS := .venv-docs
 .PHONY: test test-all test-interpreter test-lm-eval test-gpu check docs check-release smoke-lowest smoke-highest dist format bench demo clean
 
 INTERPRETED := tests/ops/contract tests/ops/triton
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --durations 10 --durations-min 2
+# A test that takes half an hour is stuck (the slowest take four minutes on two busy cores): where is shown, and it fails.
+BOUNDED := -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
+PYTEST := $(BIN)/python -m pytest $(BOUNDED) --numprocesses auto --durations 10 --durations-min 2
 
 test: $(READY)  ## the tests, and the kernels in Triton's interpreter
 	$(PYTEST) -m "not slow and not gpu" --ignore tests/ops/triton
@@ -26,7 +28,7 @@ test-interpreter: $(READY)  ## every test of the kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 test-lm-eval: $(LM_EVAL)/.ready  ## the adapter for lm_eval, in an environment of its own: lm_eval brings 60 packages
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest tests/integrations/test_lm_eval.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(LM_EVAL)/bin/python -m pytest $(BOUNDED) tests/integrations/test_lm_eval.py
 
 test-gpu:  ## the kernels on this machine's GPU, with python3's own torch: some minutes
 	$(PYTHON) scripts/test_gpu.py

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 import trainshort as ts
-from tests.cli.run_cli import run_cli
+from tests.cli.run_cli import Outcome, run_cli
+from tests.distributed.launched import pretend_launched
 from tests.models.small import language_model
 from trainshort.cli.generate import Shown, Stream
 from trainshort.cli.main import main
 from trainshort.cli.stopping import Terminated
 from trainshort.data.tokenizer import ByteTokenizer
+from trainshort.evaluation import evaluate as evaluate_module
 
 Capture = pytest.CaptureFixture[str]
 
@@ -100,6 +102,55 @@ def test_evaluate_refuses(capsys: Capture, run_folder: Path, words: list[str], m
     outcome = run_cli(capsys, "evaluate", run_folder, *words)
     assert message in outcome.one_sentence()
     assert not (run_folder / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "share windows among them with --context-parallel, or start trainshort evaluate without torchrun"),
+        (["--task", "recall"], "would measure everything: start trainshort evaluate without torchrun"),
+    ],
+)
+def test_evaluate_is_not_done_by_each_of_several_processes(
+    capsys: Capture, run_folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert message in run_cli(capsys, "evaluate", run_folder, *words).one_sentence()
+    monkeypatch.setenv("RANK", "1")
+    assert run_cli(capsys, "evaluate", run_folder, *words) == Outcome(2, "", "")
+    assert not (run_folder / "evaluation.json").exists()
+    assert not (run_folder / "recall.json").exists()
+
+
+def test_processes_that_share_windows_tell_of_them_like_one_alone(
+    capsys: Capture, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one process is all there are."""
+    monkeypatch.setattr("trainshort.common.progress.Lines.due", lambda lines: True)
+    pretend_launched(monkeypatch)
+    words = ["evaluate", run_folder, "--lengths", 32, 64, "--tokens", 640, "--device", "cpu", "--context-parallel"]
+    outcome = run_cli(capsys, *words)
+    assert outcome.status == 0, outcome.error
+    assert "length 64 (2 of 2): 640 of 640 tokens scored" in outcome.error
+    assert "evaluation.json holds these figures" in outcome.out
+    assert [each["ranks"] for each in json.loads((run_folder / "evaluation.json").read_text())["records"]] == [1, 1]
+    measure, calls = evaluate_module._at_length, [0]
+
+    def losing(*inputs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise RuntimeError("[pair.cc:5] Connection closed by peer [127.0.0.1]:5")
+        return measure(*inputs)
+
+    monkeypatch.setattr(evaluate_module, "_at_length", losing)
+    told = run_cli(capsys, *words).error.splitlines()[-1]
+    assert "a process of this evaluation has ended (rank 0 has lost it); 32 is done and in" in told
+    assert told.endswith("; go on with --lengths 64 --tokens 640 and the other flags as they were")
+    monkeypatch.setattr("trainshort.training.processes.device_for", lambda name, allowed: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "this machine has 1 GPUs, and process 2 found none left" in run_cli(capsys, *words).one_sentence()
 
 
 def test_evaluate_refuses_what_is_no_run(capsys: Capture, tmp_path: Path, run_folder: Path) -> None:

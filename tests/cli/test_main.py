@@ -15,7 +15,7 @@ import pytest
 from tests.cli.run_cli import run_cli
 from trainshort.cli import main as main_module
 from trainshort.cli.arguments import Parser, add_fields, read
-from trainshort.cli.errors import name_flags
+from trainshort.cli.errors import UsageError, name_flags
 from trainshort.cli.main import COMMANDS, FIRST_STEPS, main
 
 Capture = pytest.CaptureFixture[str]
@@ -201,6 +201,28 @@ def test_errors_are_one_sentence(
     assert message in outcome.one_sentence()
 
 
+def test_what_was_typed_wrong_is_said_by_one_of_several_processes(
+    capsys: Capture, failing: dict[str, BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is that they were stopped; any other error is told by the process that has it."""
+    waited: list[float] = []
+    monkeypatch.setattr("trainshort.training.launch._ends_at_once", True)
+    monkeypatch.setattr(main_module.time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("0", "trainshort bench: "), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert not waited
+        failing["error"] = UsageError("there is no flag --x")
+        outcome = run_cli(capsys, "bench")
+        assert outcome.status == 2
+        assert outcome.error.partition("there is no flag --x")[0] == said
+        failing["error"] = KeyboardInterrupt()
+        assert run_cli(capsys, "bench").error.strip().partition("stopped")[0] == said
+        failing["error"] = ValueError("wrong")
+        assert "wrong" in run_cli(capsys, "bench").one_sentence()
+    assert waited == [main_module.SPEAKING], "or torchrun would end the one that speaks"
+
+
 def test_debug_shows_where(failing: dict[str, BaseException]) -> None:
     failing["error"] = ValueError("here")
     for words in (["--debug", "bench"], ["bench", "--debug"]):
@@ -264,6 +286,24 @@ def test_a_process_of_torchrun_ends_with_its_command(words: list[str], status: i
     assert result.stdout.startswith(out)
     assert result.stdout.endswith("at exit\n")
     assert error in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("breaks", "status"),
+    [
+        ("main.main = lambda: sys.exit(3)", 1),  # what nobody expects
+        ("gone, out = os.pipe()\nos.close(gone)\nos.dup2(out, 1)", 0),
+        ("gone, out = os.pipe()\nos.close(gone)\nos.dup2(out, 2)\nmain.main = lambda: 1 / 0", 1),
+    ],
+)
+def test_whatever_happens_a_process_of_torchrun_ends(breaks: str, status: int) -> None:
+    code = (
+        "import atexit, os, sys, threading, time\nfrom trainshort.cli import main\n"
+        f"threading.Thread(target=time.sleep, args=(60,)).start()\n{breaks}\nmain.start()"
+    )
+    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", code, "--version"]
+    assert subprocess.run(command, capture_output=True, timeout=30, env=launched).returncode == status
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

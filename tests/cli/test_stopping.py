@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cli.run_cli import run_cli
+from tests.distributed.launched import pretend_launched
 from tests.report.made import make_run
 from trainshort.evaluation import evaluate as evaluate_module
 
@@ -111,10 +112,14 @@ os._exit(0)
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_evaluate(capsys: Capture, untrained: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_evaluate(capsys: Capture, untrained: Path, tmp_path: Path, launched: bool, monkeypatch: Patch) -> None:
+    if launched:
+        pretend_launched(monkeypatch)
     run = shutil.copytree(untrained, tmp_path / "run")
     monkeypatch.setattr(evaluate_module, "_at_length", terminated_at(3, evaluate_module._at_length))
-    told = stopped(capsys, "evaluate", run, "--lengths", 32, 64, 128, 256, "--tokens", 600)
+    shared = ["--context-parallel", "--device", "cpu"] if launched else []
+    told = stopped(capsys, "evaluate", run, "--lengths", 32, 64, 128, 256, "--tokens", 600, *shared)
     assert f"32, 64 is done and in {run / 'evaluation.json'}" in told
     assert "go on with --lengths 128 256 --tokens 512 and the other flags as they were" in told
 

@@ -1,25 +1,33 @@
-"""`trainshort train` as torchrun starts it, in which one rank is killed: in the middle of a step, or of a write.
+"""`trainshort` as torchrun starts it, in which one rank is killed: in the middle of a step, of a write, or of a
+window of an evaluation. Or it fails in a step, with an exchange begun that the others don't join.
 
-FAULT in the environment: the rank, "step" or "write", and which of them. After a restart by torchrun nothing happens.
+FAULT in the environment: the rank, "step", "write", "window" or "error", and which of them. After a restart by
+torchrun nothing happens.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors import torch as safetensors_torch
 
 from trainshort.cli.main import start
 from trainshort.models import LanguageModel
+
+begun: list[Any] = []  # exchanges that nobody waits for
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_step(number: int) -> None:
+def in_step(number: int, happens: Callable[[], None]) -> None:
     """Between the forward and the backward pass of a step."""
     loss, calls = LanguageModel.loss, [0]
 
@@ -27,10 +35,36 @@ def die_in_step(number: int) -> None:
         result = loss(*arguments, **options)
         calls[0] += 1
         if calls[0] == number:
-            die()
+            happens()
         return result
 
     LanguageModel.loss = losing  # type: ignore[method-assign]
+
+
+def die_in_window(number: int) -> None:
+    import trainshort.evaluation.score as score
+
+    share, calls = score._losses_over_ranks, [0]
+
+    def sharing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            die()
+        return share(*arguments)
+
+    score._losses_over_ranks = sharing
+
+
+def fail() -> None:
+    dist.barrier()
+    begun.append(dist.all_reduce(torch.ones(4), async_op=True))
+    raise ValueError("failed on purpose")
+
+
+def stay() -> None:
+    dist.barrier()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(600)
 
 
 def die_in_write(number: int) -> None:
@@ -60,6 +94,11 @@ def die_in_write(number: int) -> None:
 
 if __name__ == "__main__":
     rank, place, number = os.environ["FAULT"].split()
-    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        {"step": die_in_step, "write": die_in_write}[place](int(number))
+    here = os.environ["RANK"] == rank
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if place == "error":
+            in_step(int(number), fail if here else stay)
+        elif here:
+            faults = {"step": lambda number: in_step(number, die), "write": die_in_write, "window": die_in_window}
+            faults[place](int(number))
     start()

@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300  # seconds, after which a job counts as stuck; one that lost a process has to end within 60
+JOB = "TRAINSHORT_TEST_JOB"  # in the environment of all processes of a job: its name
 
 
 @dataclass(frozen=True)
@@ -31,36 +34,68 @@ class Ended:
     @property
     def sentences(self) -> list[str]:
         """What trainshort itself said was wrong."""
-        return [line for line in self.errors.splitlines() if line.startswith("trainshort train: ")]
+        own = ("trainshort train: ", "trainshort evaluate: ")
+        return [line for line in self.errors.splitlines() if line.startswith(own)]
 
 
 def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str) -> Ended:
+    """What they write goes into files: whoever still holds one of them keeps nobody waiting."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    job = str(uuid.uuid4())
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1"}
-    began = time.monotonic()
-    job = subprocess.Popen(
-        [*command, f"--max-restarts={restarts}", "-m", *words],
-        env={**os.environ, **own, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        _, errors = job.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"still running after {LIMIT} seconds:\n{_where_it_is(job)}") from None
-    return Ended(job.returncode, errors, time.monotonic() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        began = time.monotonic()
+        with (
+            out.open("w") as to_out,
+            errors.open("w") as to_errors,
+            subprocess.Popen(
+                [*command, f"--max-restarts={restarts}", "-m", *words],
+                env={**os.environ, **own, **environment, JOB: job},
+                stdout=to_out,
+                stderr=to_errors,
+            ) as started,
+        ):
+            try:
+                status = started.wait(LIMIT)
+                seconds = time.monotonic() - began
+            except subprocess.TimeoutExpired:
+                where = where_it_is(job, out, errors)
+                raise AssertionError(f"still running after {LIMIT} seconds:\n{where}") from None
+            finally:
+                _end(job, signal.SIGKILL)
+        return Ended(status, errors.read_text(errors="replace"), seconds)
 
 
-def _where_it_is(job: subprocess.Popen[str]) -> str:
+def where_it_is(job: str, *files: Path) -> str:
     """End a job that is stuck. What it wrote, and where each of its processes was, by thread."""
-    ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    for process in (job.pid, *ranks):  # torchrun first: it would end the others
+    written = dict.fromkeys(files)
+    for process in processes_of(job):  # ranks other than 0 write into their logs
+        with contextlib.suppress(OSError):
+            written[Path(os.readlink(f"/proc/{process}/fd/2"))] = None
+    _end(job, signal.SIGABRT, patience=2)  # Python's faulthandler tells all threads
+    _end(job, signal.SIGKILL)
+    return "\n".join(f"{path}:\n{path.read_text(errors='replace')}" for path in written if path.is_file())
+
+
+def _end(job: str, number: int, patience: float = 0.0) -> None:
+    """Send a signal to the processes of a job, one after the other, and wait so many seconds for each to end."""
+    for process in processes_of(job):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(process), signal.SIGABRT)  # Python's faulthandler tells all threads
-            time.sleep(1)  # one after the other
-    job.kill()
-    return "".join(job.communicate())
+            os.kill(process, number)
+        end = time.monotonic() + patience
+        while time.monotonic() < end and process in processes_of(job):
+            time.sleep(0.05)
+
+
+def processes_of(job: str) -> list[int]:
+    """What is left of torchrun, its ranks and what these have started; torchrun first, which would end the rest."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if f"{JOB}={job}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 def pretend_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,12 +130,15 @@ def fail(kind: str) -> None:
     q = torch.randn(1, 4, 20, 16, dtype=torch.float64 if kind == "dtype" and odd else torch.float32)
     k = q[:, :3] if kind == "shape" and odd else q
     slopes = -torch.ones(4) if kind == "slopes" and odd else None
-    with ts.context_parallel(group=dist.group.WORLD):
+    with ts.context_parallel(group=dist.group.WORLD) as parallel:
+        if kind == "lookup" and odd:
+            parallel.checked(lambda: {}["gone"])
         if kind == "rows":
             model = ts.LanguageModel(ts.ModelConfig(num_layers=1, d_model=16, num_heads=2, vocab_size=20))
             model(torch.ones(2 if odd else 1, 8, dtype=torch.int64))
         backend: Any = "none" if kind == "backend" and odd else "auto"
-        ts.alibi_attention(q, k, k, slopes=slopes, backend=backend)
+        scale = 10**400 if kind == "scale" and odd else None
+        ts.alibi_attention(q, k, k, slopes=slopes, scale=scale, backend=backend)
 
 
 # Each: what ranks 0 and 1 are told.
@@ -145,6 +148,8 @@ FAILURES = {
     "shape": [REFUSED, "multiple of the number of key heads"],
     "slopes": [REFUSED, "slopes must be"],
     "backend": [REFUSED, "backend must be one of"],
+    "scale": [REFUSED, "int too large to convert to float"],
+    "lookup": [REFUSED, "gone"],
     "rows": ["rank 0 has 1 rows without a key_padding_mask, rank 1 has 2 rows"] * 2,
 }
 
@@ -154,7 +159,7 @@ def fail_often() -> list[str]:
     for kind in FAILURES:
         try:
             fail(kind)
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
             messages.append(str(error))
     return messages
 

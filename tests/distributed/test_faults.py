@@ -70,6 +70,29 @@ def test_a_killed_rank_ends_the_job(
 
 
 @pytest.mark.slow
+def test_a_rank_that_fails_says_so_at_once(data: Path, tmp_path: Path) -> None:
+    """Though an exchange of its is under way, which the other rank does not join."""
+    words = flags(data, tmp_path / "run", "ddp")
+    ended = torchrun(2, "tests.distributed.faulty", *words, FAULT="0 error 4")
+    assert ended.status == 1
+    assert ended.seconds < 60
+    assert ended.sentences == ["trainshort train: failed on purpose"]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_an_evaluation(whole: Path, tmp_path: Path) -> None:
+    """In the first window of the second length, as the first call of all is to warm up."""
+    words = ["evaluate", str(whole), "--lengths", "32", "64", "--tokens", "640", "--batch-tokens", "320"]
+    words += ["--context-parallel", "--device", "cpu", "--out", str(tmp_path)]
+    ended = torchrun(2, "tests.distributed.faulty", *words, FAULT="1 window 4")
+    assert ended.status != 0
+    assert ended.seconds < 60
+    (told,) = ended.sentences
+    assert "a process of this evaluation has ended (rank 0 has lost it); 32 is done and in" in told
+    assert "go on with --lengths 64 --tokens 640" in told
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_go_on(data: Path, whole: Path, tmp_path: Path) -> None:
     """Without --resume: the processes know that they were restarted."""
     run = tmp_path / "run"

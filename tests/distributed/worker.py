@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import trainshort
 from tests.distributed.gradients import largest_differences
 from trainshort.training.config import TrainConfig
+from trainshort.training.launch import run_and_end
 from trainshort.training.run import Interrupted
 from trainshort.training.train import train
 
@@ -65,7 +65,8 @@ def train_case(case: dict[str, Any], patch: pytest.MonkeyPatch) -> Any:
     return "done"
 
 
-def main(path: Path) -> None:
+def main() -> int:
+    path = Path(sys.argv[1])
     dist.init_process_group("gloo")
     found = []
     for case in json.loads(path.read_text()):
@@ -74,8 +75,8 @@ def main(path: Path) -> None:
         dist.barrier()
     Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # as the command line ends: what gloo leaves running can hold the end of the interpreter
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_and_end(main)  # as the command line does

@@ -12,7 +12,8 @@ length and depth, among several answers. Writes recall.json.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainshort.cli.errors import UsageError
 from trainshort.cli.folders import check_one_model
 from trainshort.cli.settings import options_from
-from trainshort.cli.stopping import on_stop
+from trainshort.cli.stopping import ending_undisturbed, on_stop
 from trainshort.evaluation.about import place_for, with_options
 from trainshort.evaluation.config import EvaluateConfig
 from trainshort.evaluation.recall_config import ANSWER, RecallConfig, shortest_window
+from trainshort.training.launch import EndedByOthersError, is_launched, number_of_processes, rank
 
 if TYPE_CHECKING:
     from trainshort.evaluation.runs import OpenedRun
@@ -121,6 +123,11 @@ def needs(flags: Flags) -> tuple[str, ...]:
 def run(flags: Flags) -> None:
     from trainshort.evaluation.runs import open_run
 
+    if number_of_processes() > 1 and not flags.context_parallel:
+        alone = "start trainshort evaluate without torchrun"
+        shared = "" if flags.task == "recall" else "share windows among them with --context-parallel, or "
+        count = number_of_processes()
+        raise UsageError(f"torchrun started {count} processes, and each would measure everything: {shared}{alone}")
     if flags.text is not None and flags.split != "validation":
         raise ValueError("split is for prepared data (--data): a text is scored whole")
     check_one_model(flags.run)
@@ -150,59 +157,54 @@ def _perplexity(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int
         tokens = "" if first.get("whole_text") else f" --tokens {first['end_token'] - first['first_token']}"
         return _left([each["length"] for each in records], config.lengths, place / NAME, tokens)
 
-    if flags.context_parallel:
-        records = _over_ranks(flags, opened, place, config)
-    else:
-        with on_stop(left), evaluation_progress(len(lengths)) as on_scored:
-            evaluate(
-                opened.folder,
-                opened.data,
-                config,
-                out=place,
-                position_options=flags.position_options,
-                on_scored=on_scored,
-                on_record=records.append,
-            )
-    if records and flags.table:
+    progress = evaluation_progress(len(lengths)) if rank() == 0 else nullcontext()
+    with on_stop(lambda: f"stopped; {left()}"), _sharing(config, flags, left) as own, progress as on_scored:
+        evaluate(
+            opened.folder,
+            opened.data,
+            own,
+            out=place,
+            position_options=flags.position_options,
+            on_scored=on_scored,
+            on_record=records.append,
+        )
+    if rank() > 0:
+        return None
+    if flags.table:
         from trainshort.cli.shown import evaluation_table, print_table
 
         print_table(evaluation_table(with_options(str(opened.folder), flags.position_options), records))
-    return NAME if records else None
+    return NAME
 
 
-def _over_ranks(flags: Flags, opened: OpenedRun, place: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
-    """In one of the processes that torchrun started: the records, for the first one alone, which writes them."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from trainshort.common.devices import device_for
-    from trainshort.evaluation.evaluate import evaluate
-    from trainshort.ops.context.parallel import context_parallel
-    from trainshort.training.launch import is_launched, local_rank, number_of_processes
-
+@contextmanager
+def _sharing(config: EvaluateConfig, flags: Flags, left: Callable[[], str]) -> Iterator[EvaluateConfig]:
+    """With --context-parallel, in one of the processes that torchrun started: its device, and windows are shared."""
+    if not flags.context_parallel:
+        yield config
+        return
     if not is_launched():
         raise ValueError(
             "--context-parallel shares windows among processes: start them with "
             f"torchrun --nproc-per-node N -m trainshort evaluate {flags.run} --context-parallel ..."
         )
-    device = device_for(flags.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank())
-        torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (number_of_processes(),))  # starts the process group
+    import torch.distributed as dist
+
+    from trainshort.ops.context.parallel import context_parallel
+    from trainshort.training.processes import in_group
+
+    def lost(rank: int) -> str:
+        return f"{flags.run}: a process of this evaluation has ended (rank {rank} has lost it); {left()}"
+
     try:
-        with context_parallel(mesh) as parallel:
-            records = evaluate(
-                opened.folder,
-                opened.data,
-                replace(config, device=str(device)),
-                out=place,
-                position_options=flags.position_options,
-            )
-        return records if parallel.rank == 0 else []
-    finally:
-        dist.destroy_process_group()
+        with (
+            in_group(config.device or "auto", lost) as processes,
+            ending_undisturbed(),
+            context_parallel(dist.group.WORLD),
+        ):
+            yield replace(config, device=str(processes.device))
+    except EndedByOthersError as error:  # who failed first has said it
+        raise SystemExit(1) from error
 
 
 def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ...]) -> str:
@@ -220,7 +222,7 @@ def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ..
     def left() -> str:
         tasks = Counter(each["length"] for each in records)
         done = [length for length in config.lengths if tasks[length] == len(ANSWER)]
-        return _left(done, config.lengths, place / NAME)
+        return f"stopped; {_left(done, config.lengths, place / NAME)}"
 
     with on_stop(left), evaluation_progress(len(lengths)) as on_fed:
         recall(
@@ -240,8 +242,8 @@ def _recall(flags: Flags, opened: OpenedRun, place: Path, lengths: tuple[int, ..
 
 
 def _left(done: Sequence[int], lengths: Sequence[int], path: Path, more: str = "") -> str:
-    """What is there and what is not, for someone who stopped it."""
+    """What is there and what is not, after it was stopped."""
     names = ", ".join(f"{length:,}" for length in done)
     kept = f"{names} is done and in {path}" if done else "no length is done yet"
     rest = " ".join(str(length) for length in lengths if length not in done)
-    return f"stopped; {kept}; go on with --lengths {rest}{more} and the other flags as they were"
+    return f"{kept}; go on with --lengths {rest}{more} and the other flags as they were"

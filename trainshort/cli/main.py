@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 import sys
-import traceback
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
@@ -18,7 +17,7 @@ from trainshort.cli.errors import INTERRUPTED, UsageError, name_flags, sentence
 from trainshort.cli.stopping import terminable
 from trainshort.common.extras import require
 from trainshort.common.messages import did_you_mean
-from trainshort.training.launch import is_launched
+from trainshort.training.launch import ends_at_once, is_launched, local_rank, rank, run_and_end
 
 COMMANDS = {
     "prepare": "text files to tokens",
@@ -37,6 +36,7 @@ FIRST_STEPS = {  # of each kind of user
     "run BLOOM, MPT or Falcon": 'trainshort generate FOLDER --prompt "Once"',
     "understand ALiBi": "python -m inspect trainshort.ops.reference",
 }
+SPEAKING = 10.0  # seconds that another process has for what this one would say too
 IMPORTING = ("train", "evaluate", "compare", "generate", "inspect", "report")  # take --import
 EXAMPLES = """
   trainshort compare                                        the Python library's source, four methods, one table
@@ -51,17 +51,7 @@ def start() -> NoReturn:
     """What the terminal calls: run one command and end the process with its exit status."""
     if not is_launched():
         sys.exit(main())
-    # What gloo and NCCL leave running (threads, among others) can make the end of the interpreter hang or abort, and
-    # torchrun would wait for this process, or count it as failed. All work is done by then.
-    try:
-        status = main()
-    except Exception:  # with --debug
-        traceback.print_exc()
-        status = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run_and_end(main)
 
 
 def main(typed: Sequence[str] | None = None) -> int:
@@ -86,7 +76,8 @@ def main(typed: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:  # training says more, and what signal it was
-        print(f"\n{name}: {name_flags(str(stop), _fields(words)) or 'stopped'}", file=sys.stderr)
+        if rank() == 0:
+            print(f"\n{name}: {name_flags(str(stop), _fields(words)) or 'stopped'}", file=sys.stderr)
         return int(getattr(stop, "status", INTERRUPTED))
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,9 +86,18 @@ def main(typed: Sequence[str] | None = None) -> int:
         if debug:
             raise
         usage = isinstance(error, UsageError)
+        if usage and local_rank() > 0:  # the same was typed for all of this machine
+            _let_the_first_speak()
+            return 2
         text = str(error) if usage else name_flags(sentence(error), _fields(words))
         print(f"{name}: {text}" + (f" ({name} --help shows what there is)" if usage else ""), file=sys.stderr)
         return 2 if usage else 1
+
+
+def _let_the_first_speak() -> None:
+    """torchrun ends all processes when it sees one end, and the first may be slow to start."""
+    if ends_at_once():
+        time.sleep(SPEAKING)
 
 
 def _fields(words: Sequence[str]) -> list[str]:

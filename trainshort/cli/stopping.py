@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from trainshort.cli.errors import INTERRUPTED
+from trainshort.training.launch import ends_at_once, rank
 
 GRACE = 5.0  # seconds that Python has to notice
 END = bytes(1)  # no signal has this number
@@ -49,6 +50,18 @@ def on_stop(tell: Callable[[], str]) -> Iterator[None]:
         raise Stopped(tell(), int(getattr(stop, "status", INTERRUPTED))) from None
     finally:
         _told.pop()
+
+
+@contextlib.contextmanager
+def ending_undisturbed() -> Iterator[None]:
+    """torchrun ends all of its processes when it sees one end: what ended this one is to be said before that."""
+    try:
+        yield
+    except BaseException:
+        if ends_at_once():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        raise
 
 
 @contextlib.contextmanager
@@ -87,5 +100,6 @@ def _watch(reading: int, stop: object, noticed: threading.Event, name: str) -> N
             mine = number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is stop
             if mine and not noticed.wait(GRACE):
                 text = _told[-1]() if _told else "stopped"
-                print(f"\n{name}: {text}", file=sys.stderr, flush=True)
+                if rank() == 0:
+                    print(f"\n{name}: {text}", file=sys.stderr, flush=True)
                 os._exit(STATUS)

@@ -11,13 +11,12 @@ each row is shared by C of them. A run may go on with another number of processe
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trainshort.cli.settings import options_from
-from trainshort.cli.stopping import on_stop
+from trainshort.cli.stopping import ending_undisturbed, on_stop
 from trainshort.training.config import TrainConfig
 from trainshort.training.launch import EndedByOthersError, is_launched, rank
 
@@ -83,25 +82,17 @@ class Flags(TrainConfig):
 
 def run(flags: Flags) -> None:
     config = flags.config()
-    from trainshort.training.run import Interrupted, RunFolder
+    from trainshort.training.run import RunFolder
     from trainshort.training.train import train
 
     folder = RunFolder(config.out)
     before = folder.step if flags.resume and folder.finished else None
     began = f"stopped before the first step: the same command {'goes on' if flags.resume else 'starts again'}"
     try:
-        with on_stop(lambda: began):
+        with ending_undisturbed(), on_stop(lambda: began):
             train(config, resume=flags.resume)
     except EndedByOthersError as error:  # who failed first has said it, and the log of this rank has it all
         raise SystemExit(1) from error
-    except Exception:
-        if is_launched():  # torchrun ends all ranks when it sees one end: this one has something to say first
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise
-    except Interrupted as stop:
-        if rank() == 0:
-            raise
-        raise SystemExit(stop.status) from stop
     if rank() != 0:
         return
     if before == config.steps:

@@ -10,6 +10,8 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +22,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainshort.common.devices import device_for
 from trainshort.ops.context.parallel import context_parallel
 from trainshort.training.config import TrainConfig
-from trainshort.training.launch import EndedByOthersError, is_launched, local_rank, number_of_processes, restarts
+from trainshort.training.launch import (
+    EndedByOthersError,
+    ends_at_once,
+    is_launched,
+    lasting_store,
+    local_rank,
+    number_of_processes,
+    restarts,
+)
 
 ALLOWED = "auto, cpu, or one that torch finds here"
-# What collectives say where a process at the other end has gone.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "TCPStore", "c10d")
+# What collectives say where a process at the other end has gone. The last two words stand in other errors as well.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore", "c10d", "gloo", "NCCL")
 FAILURES = "trainshort/failures"
+BEGUN = "trainshort/begun"
 Result = TypeVar("Result")
 
 
@@ -89,11 +100,11 @@ class _Joined(Processes):
 
     made = 0  # so many before: runs of one process group are told apart by it
 
-    def __init__(self, config: TrainConfig, kind: str) -> None:
+    def __init__(self, device: str, kind: str) -> None:
         _Joined.made += 1
         self.before_leaving = contextlib.ExitStack()
         self.kind, self.number = kind, _Joined.made
-        self.device = _device_of_rank(config)
+        self.device = _device_of_rank(device)
         self.owned = not _is_in_group()
         if self.owned:
             _meet(self.device)
@@ -158,7 +169,7 @@ class _Joined(Processes):
     def leave(self, failed: bool) -> None:
         """On a GPU a group that has lost a process is left alone: to end it would wait for that process."""
         self.before_leaving.close()
-        if self.owned and not (failed and self.device.type == "cuda"):
+        if self.owned and not ends_at_once() and not (failed and self.device.type == "cuda"):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             # Shards keep their group until the interpreter ends, and gloo's threads need Python's lock once more, to
@@ -173,7 +184,21 @@ def joined(config: TrainConfig) -> Iterator[Processes]:
     if kind is None:
         yield Processes(config)
         return
-    processes = _Joined(config, kind)
+
+    def lost(rank: int) -> str:
+        return (
+            f"{config.out}: a process of this run has ended (rank {rank} has lost it; logs/ in the run folder says "
+            "what each did last). The last checkpoint is whole: go on with resume (--resume)"
+        )
+
+    with in_group(config.device, lost, kind) as processes:
+        yield processes
+
+
+@contextlib.contextmanager
+def in_group(device: str, lost: Callable[[int], str], kind: str = "ddp") -> Iterator[Processes]:
+    """The processes that torchrun has started, in a process group. lost: what this rank says if another has gone."""
+    processes = _Joined(device, kind)
     failed = True
     try:
         yield processes
@@ -181,11 +206,8 @@ def joined(config: TrainConfig) -> Iterator[Processes]:
     except Exception as error:
         if isinstance(error, EndedByOthersError) or not processes.is_first_to_fail():
             raise EndedByOthersError(str(error)) from error
-        if _is_loss(error):
-            raise RuntimeError(
-                f"{config.out}: a process of this run has ended (rank {processes.rank} has lost it; logs/ in the run "
-                "folder says what each did last). The last checkpoint is whole: go on with resume (--resume)"
-            ) from error
+        if (said := _said_of_loss(error)) is not None:
+            raise RuntimeError(lost(processes.rank) + said) from error
         raise
     finally:
         processes.leave(failed)
@@ -202,6 +224,25 @@ def kind_of(config: TrainConfig) -> str | None:
         return None
     several = dist.get_world_size() if _is_in_group() else number_of_processes()
     return config.parallel or ("ddp" if several > 1 else None)
+
+
+def remember_begun(folder: Path) -> None:
+    """Rank 0 trains in this folder: processes that torchrun starts in place of these may go on there."""
+    if (store := _lasting_store()) is not None:
+        store.set(f"{BEGUN}/{folder.resolve()}", "yes")
+
+
+def was_begun(folder: Path) -> bool:
+    """Whether processes before this one, of the same job of torchrun, have trained in this folder."""
+    store = _lasting_store() if restarts() > 0 else None
+    return store is not None and bool(store.check([f"{BEGUN}/{folder.resolve()}"]))
+
+
+def _lasting_store() -> Any:
+    if (place := lasting_store()) is None:
+        return None
+    seconds = timedelta(seconds=60)
+    return dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=seconds)  # type: ignore[attr-defined]
 
 
 def _is_in_group() -> bool:
@@ -226,14 +267,14 @@ def _meet(device: torch.device) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
-def _device_of_rank(config: TrainConfig) -> torch.device:
-    found = device_for(None if config.device == "auto" else config.device, allowed=ALLOWED)
+def _device_of_rank(device: str) -> torch.device:
+    found = device_for(None if device == "auto" else device, allowed=ALLOWED)
     if found.type == "cpu":
         return found
     if found.type != "cuda" or found.index is not None:
         raise ValueError(
             f"device must be auto, cpu or cuda with several processes, which share the GPUs by their ranks; got "
-            f"{config.device!r}"
+            f"{device!r}"
         )
     if (here := local_rank()) >= torch.cuda.device_count():
         raise ValueError(
@@ -255,9 +296,13 @@ def _in_words(error: Exception | None) -> str | None:
     return None if error is None else " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_loss(error: BaseException | None) -> bool:
-    """Whether this is what a collective says when another process has gone."""
+def _said_of_loss(error: BaseException | None) -> str | None:
+    """None if this is not what a collective says when another process has gone; else what to repeat of it, if it may
+    be something else after all."""
     if error is None:
-        return False
-    said = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
-    return said or isinstance(error, dist.DistError) or _is_loss(error.__cause__)
+        return None
+    text = str(error)
+    word = next((word for word in LOST if word in text), None) if isinstance(error, RuntimeError) else None
+    if word in ("gloo", "NCCL"):
+        return f" (it said: {text.strip().splitlines()[0]})"
+    return "" if word or isinstance(error, dist.DistError) else _said_of_loss(error.__cause__)

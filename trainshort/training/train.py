@@ -38,10 +38,9 @@ from trainshort.training.ahead import BatchesAhead
 from trainshort.training.alike import about_command, about_data, require_alike
 from trainshort.training.batches import Batch, Batches
 from trainshort.training.config import TrainConfig
-from trainshort.training.launch import restarts
 from trainshort.training.metrics import Metrics, NoMetrics
 from trainshort.training.optimizer import Optimizer, learning_rate
-from trainshort.training.processes import Processes, joined
+from trainshort.training.processes import Processes, joined, remember_begun, was_begun
 from trainshort.training.progress import TrainProgress
 from trainshort.training.rank_log import RankLog, rank_log
 from trainshort.training.run import Checkpoint, Interrupted, RunFolder
@@ -75,7 +74,7 @@ def train(
         require_alike(processes, about_command(config))
         processes.split(config.context_parallel)
         run = RunFolder(config.out)
-        values = processes.by_first(lambda: _checked(config, run, resume or restarts() > 0).to_dict())
+        values = processes.by_first(lambda: _checked(config, run, resume or was_begun(run.folder)).to_dict())
         config = replace(TrainConfig.from_dict(values), data=config.data)
         with contextlib.ExitStack() as stack:
             processes.together(lambda: _enter(stack, run, processes))
@@ -104,6 +103,7 @@ def _checked(config: TrainConfig, run: RunFolder, resume: bool) -> TrainConfig:
 def _enter(stack: contextlib.ExitStack, run: RunFolder, processes: Processes) -> None:
     if processes.is_first:
         stack.enter_context(run.locked())
+        remember_begun(run.folder)
 
 
 class _Trainer:

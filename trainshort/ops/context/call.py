@@ -93,7 +93,7 @@ def agree(rank: int, make: Callable[[], Call], device: torch.device) -> Protocol
     try:
         call = make()
         header = [1, call.problem.q.shape[2], *_numbers(call)]
-    except (ValueError, TypeError, RuntimeError) as error:  # others would wait for this rank forever
+    except Exception as error:  # the other ranks would wait for this rank forever
         failure = error
     gathered = yield Gather([torch.tensor(header, dtype=torch.int64, device=device)])
     if failure is not None:

@@ -62,7 +62,7 @@ class ContextParallel:
         """What `make` gives. If it refuses its input, the other ranks, which wait in `attend`, are told."""
         try:
             return make()
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:
             self._ranks.run([agree(self.rank, make, self._device())])
             raise
 
@@ -70,8 +70,8 @@ class ContextParallel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]
     ) -> Tensor:
-        device = q.device if isinstance(q, Tensor) else self._device()
-        (out,) = _attend(self._ranks, [call_maker(q, k, v, bias, backend, options)], device)
+        # What ranks agree on first goes over a device that all of them know, whatever one of them was given for q.
+        (out,) = _attend(self._ranks, [call_maker(q, k, v, bias, backend, options)], self._device())
         return out
 
 
