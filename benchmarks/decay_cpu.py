@@ -2,11 +2,11 @@
 
     python benchmarks/decay_cpu.py [--lengths 2048 16384] [--out results.json]
 
-Random normal inputs, as in attention_cpu.py. `slopes` is a LinearBias, `learned slopes` one with the gradient of its
-slopes. `gates` is a DecayBias of constant gates, log f = -slope, with the gradient of every gate: the same bias, so
-the same windows. `times` is a DecayBias of whole seconds, one a token: the same bias again. `FoX` has gates as that
-model has them, logits normal around 4 with offsets from 0 to 8 over the heads, and their gradients: other windows. The
-sums of the gates are part of each call. Contenders alternate in one process; times are medians.
+Random normal inputs, as in attention_cpu.py. `slopes` is a LinearBias, `learned slopes` one with the gradient of
+its slopes. `gates` is a DecayBias of constant gates, log f = -slope, with the gradient of every gate: the same
+bias, so the same windows. `times` is a DecayBias of whole seconds, one a token: the same bias again. `FoX` has
+gates as that model has them, logits normal around 4 with offsets from 0 to 8 over the heads, and their gradients:
+other windows. The sums of the gates are part of each call. Contenders alternate in one process; times are medians.
 """
 
 from __future__ import annotations
