@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from trainshort.models import LanguageModel, ModelConfig
 from trainshort.training.batches import Batch
-from trainshort.training.config import TrainConfig
 from trainshort.training.processes import _Joined
 from trainshort.training.sharing import SharedModel
 
@@ -45,7 +44,7 @@ def largest_differences(
         torch.compiler.reset()
         shared.compile_blocks(backend=count)
     shared.checkpoint_activations(recomputed)
-    processes = _Joined(TrainConfig(data="", out="", device="cpu"), kind)
+    processes = _Joined("cpu", kind)
     processes.split(spans)
     sharing = SharedModel(shared, processes, torch.bfloat16 if half else None)
     random = torch.Generator().manual_seed(1)

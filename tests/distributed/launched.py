@@ -64,6 +64,7 @@ def torchrun(processes: int, *words: str, restarts: int = 0, **environment: str)
                 raise AssertionError(f"still running after {LIMIT} seconds:\n{where}") from None
             finally:
                 _end(job, signal.SIGKILL)
+                started.kill()
         return Ended(status, errors.read_text(errors="replace"), seconds)
 
 

@@ -137,6 +137,8 @@ def fail(kind: str) -> None:
             model = ts.LanguageModel(ts.ModelConfig(num_layers=1, d_model=16, num_heads=2, vocab_size=20))
             model(torch.ones(2 if odd else 1, 8, dtype=torch.int64))
         backend: Any = "none" if kind == "backend" and odd else "auto"
+        if kind == "device" and odd:
+            q = k = q.to("meta")
         scale = 10**400 if kind == "scale" and odd else None
         ts.alibi_attention(q, k, k, slopes=slopes, scale=scale, backend=backend)
 
@@ -149,6 +151,7 @@ FAILURES = {
     "slopes": [REFUSED, "slopes must be"],
     "backend": [REFUSED, "backend must be one of"],
     "scale": [REFUSED, "int too large to convert to float"],
+    "device": [REFUSED, "meta"],
     "lookup": [REFUSED, "gone"],
     "rows": ["rank 0 has 1 rows without a key_padding_mask, rank 1 has 2 rows"] * 2,
 }

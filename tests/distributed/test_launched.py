@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launched import JOB, processes_of, where_it_is
 
 # A rank whose torchrun has gone.
@@ -19,6 +21,7 @@ with open(sys.argv[1], "w") as log:
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 def test_a_job_that_is_stuck_ends_and_tells_where_it_was(tmp_path: Path) -> None:
     out, log, job = tmp_path / "out", tmp_path / "log", f"test of {tmp_path}"
     environment = {**os.environ, JOB: job, "PYTHONFAULTHANDLER": "1"}

@@ -69,7 +69,7 @@ def test_a_process_that_ends_with_its_command_does_not_end_the_group(
     ("error", "told"),
     [
         ("[pair.cc:5] Connection closed by peer [127.0.0.1]:5", r"has lost it; .*\(--resume\)$"),
-        ("NCCL error: unhandled system error\nLast error:\nx", r"\(it said: NCCL error: unhandled system error\)$"),
+        ("NCCL error in c10d/NCCLUtils.cpp: of the system\nx", r"\(it said: NCCL error in c10d/.*: of the system\)$"),
         ("no gloo device: eth7", r"has lost it; .*\(it said: no gloo device: eth7\)$"),
     ],
 )

@@ -33,8 +33,9 @@ from trainshort.training.launch import (
 )
 
 ALLOWED = "auto, cpu, or one that torch finds here"
-# What collectives say where a process at the other end has gone. The last two words stand in other errors as well.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "TCPStore", "c10d", "gloo", "NCCL")
+# What collectives say where a process at the other end has gone, and words of theirs that stand in other errors too.
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+PERHAPS_GONE = ("gloo", "NCCL", "TCPStore", "c10d")
 FAILURES = "trainshort/failures"
 BEGUN = "trainshort/begun"
 Result = TypeVar("Result")
@@ -301,8 +302,9 @@ def _said_of_loss(error: BaseException | None) -> str | None:
     be something else after all."""
     if error is None:
         return None
-    text = str(error)
-    word = next((word for word in LOST if word in text), None) if isinstance(error, RuntimeError) else None
-    if word in ("gloo", "NCCL"):
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if any(words in text for words in GONE):
+        return ""
+    if any(word in text for word in PERHAPS_GONE):
         return f" (it said: {text.strip().splitlines()[0]})"
-    return "" if word or isinstance(error, dist.DistError) else _said_of_loss(error.__cause__)
+    return "" if isinstance(error, dist.DistError) else _said_of_loss(error.__cause__)

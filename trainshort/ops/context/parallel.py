@@ -54,8 +54,9 @@ class ContextParallel:
         return torch.stack([own for (own,) in gathered])
 
     def _device(self) -> torch.device:
-        on_gpu = dist.get_backend(self._ranks.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        """One that all ranks of the group can talk over, whatever device their tensors are on."""
+        on_cpu = torch.device("cpu") in self._ranks.group._device_types
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @torch.compiler.disable
     def checked(self, make: Callable[[], Any]) -> Any:
@@ -70,7 +71,6 @@ class ContextParallel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, backend: str, options: dict[str, Any]
     ) -> Tensor:
-        # What ranks agree on first goes over a device that all of them know, whatever one of them was given for q.
         (out,) = _attend(self._ranks, [call_maker(q, k, v, bias, backend, options)], self._device())
         return out
 
