@@ -14,6 +14,7 @@ import trainshort as ts
 from tests.ops.budget import Judge
 from tests.ops.cases import BACKENDS, random_case, random_gates, random_times
 from tests.ops.dense import Case
+from trainshort.ops.gate_sums import running_sums, running_sums_ahead
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -71,6 +72,46 @@ def test_nothing_crosses_a_closed_gate(backend: str, value: float) -> None:
     assert torch.isfinite(gates.grad).all()
     assert bool((gates.grad[:, :, [0, 170]] == 0).all())
     assert bool((gates.grad[:, :, [1, 169, 171, 299]] != 0).all())
+
+
+@backends
+@pytest.mark.parametrize("value", [-(2.0**20), -1e7, -1e9, -1e12, -1e17, -3e38])
+def test_gates_that_are_nearly_closed(backend: str, value: float) -> None:
+    """They hide what is in front of them, and cost the tokens behind them no digit: against a sum for each link."""
+    q, k, v = (tensor.double() for tensor in inputs(120))
+    gates = torch.full((1, 2, 120), -0.1, dtype=torch.float64)
+    gates[..., 10:40] = gates[..., 80] = value
+    gates.requires_grad_()
+    place = torch.arange(120)
+    crossed = (place > place[:, None]) & (place <= place[:, None, None])  # [i, j, token]: after j, up to i
+    bias = (crossed * gates[:, :, None, None]).sum(-1)
+    scores = (q @ k.transpose(-2, -1) / 8**0.5 + bias).masked_fill(place > place[:, None], -torch.inf)
+    truth = torch.softmax(scores, -1) @ v
+    out = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    is_number = value == -(2.0**20)  # 31 of which are in the sum
+    rounding = 1e-6 if is_number else 1e-12
+    torch.testing.assert_close(out, truth, rtol=0.0, atol=rounding)
+    found, expected = (torch.autograd.grad(each.square().sum(), gates)[0] for each in (out, truth))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=100 * rounding)
+    assert is_number or bool((found[gates == value] == 0).all())
+
+
+def test_no_low_gate_enters_a_sum() -> None:
+    """In one piece, in pieces as a cache has them, and for later keys."""
+    gates = torch.full((1, 1, 60), -0.5)
+    gates[..., [7, 30]] = -1e9
+    whole, first = running_sums(gates)
+    pieces = [running_sums(gates[..., :20])]
+    for begin in (20, 40):
+        before = tuple(each[..., -1:] for each in pieces[-1])
+        pieces.append(running_sums(gates[..., begin : begin + 20], before, begin))
+    for found, expected in zip(zip(*pieces, strict=True), (whole, first), strict=True):
+        assert torch.equal(torch.cat(found, dim=-1), expected)
+    assert float(whole[..., -1]) == -0.5 * 57
+    assert first[0, 0, [6, 7, 29, 30]].tolist() == [0, 7, 7, 30]
+    ahead, end = running_sums_ahead(gates)
+    assert torch.equal(ahead, whole)
+    assert end[0, 0, [6, 7, 29, 30]].tolist() == [7, 30, 30, 60]
 
 
 @backends

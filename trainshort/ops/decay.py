@@ -24,7 +24,8 @@ class DecayBias(Bias):
 
     With a gate for each token and head, the bias of key j for query i >= j is the sum of the log gates of the tokens
     after j up to i: the gate of a token acts on every link that crosses from before it to it or later, and that of
-    the first token on none. A gate of zero (-inf, or anything below -2^64) is a border: nothing attends across it.
+    the first token on none. A gate of zero is a border: nothing attends across it, and its gradient is 0. A log gate
+    below -2^20 counts as a gate of zero.
 
     Args:
         log_gates: [B, H, T] or [1, H, T] for query heads and as many tokens as there are keys; at most 0. Any
