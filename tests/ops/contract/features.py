@@ -243,6 +243,9 @@ FEATURES |= {
     },
     "times_of_integers": lambda p: {"bias": "times", "times": random_times(p.length).long()},
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
+    "times_right_padding": lambda p: symmetric(
+        bias="times", batch=2, slopes=p.steep, key_padding_mask=right_padding(p.length - 10, 1, length=p.length)
+    ),
     "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
 }  # fmt: skip
 WITHOUT_KERNELS = [name for name in FEATURES if name.startswith("kerple")]
