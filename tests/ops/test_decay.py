@@ -186,7 +186,7 @@ def test_integers_without_a_sign_that_go_back_are_refused(dtype: torch.dtype, ba
     """They would turn round, and 3 after 5 would be 254 later."""
     q = torch.zeros(1, 1, 2, 4)
     bias = ts.DecayBias.at(torch.tensor([5, 3], dtype=torch.int64).to(dtype), torch.ones(1))
-    with pytest.raises(ValueError, match="never go back: the number at position 1"):
+    with pytest.raises(ValueError, match="the one at position 1 goes back"):
         ts.attention(q, q, q, bias=bias, backend=backend)
 
 
@@ -264,20 +264,85 @@ def test_a_cache_that_grows(backend: str) -> None:
 GATES, TIMES = -torch.rand((2, 2, 40), generator=torch.Generator().manual_seed(0)), torch.arange(40.0)
 REFUSED: dict[str, Callable[[], ts.DecayBias]] = {
     "log_gates must be at most 0": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7]), 1e-6)),
-    "position 7": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7, 9]), torch.nan)),
+    "not NaN: the one at position 7 is above 0 or NaN$": lambda: ts.DecayBias(
+        GATES.index_fill(2, torch.tensor([7, 9]), torch.nan)
+    ),
     "log_gates must be a floating": lambda: ts.DecayBias(GATES.long()),
     "log_gates must be \\[batch": lambda: ts.DecayBias(GATES[0]),
     "log_gates must be \\[2, 2, 40\\]": lambda: ts.DecayBias(GATES[..., :39]),
     "got \\[2, 1, 40\\]": lambda: ts.DecayBias(GATES[:, :1]),
     "times must be finite and never go back": lambda: ts.DecayBias.at(TIMES.flip(0), torch.ones(2)),
-    "at position 39": lambda: ts.DecayBias.at(TIMES.index_fill(0, torch.tensor([39]), torch.inf), torch.ones(2)),
+    "at position 39 goes back, is not finite or": lambda: ts.DecayBias.at(
+        TIMES.index_fill(0, torch.tensor([39]), torch.inf), torch.ones(2)
+    ),
     "times must be \\[40\\] or": lambda: ts.DecayBias.at(TIMES[:39], torch.ones(2)),
     "times must be a tensor of integers": lambda: ts.DecayBias.at(TIMES.bool(), torch.ones(2)),
-    "slopes must be positive": lambda: ts.DecayBias.at(TIMES, torch.tensor([1.0, 0.0])),
+    "in padding repeat the last time.*position 38": lambda: ts.DecayBias.at(
+        TIMES.index_fill(0, torch.tensor([38, 39]), 0.0), torch.ones(2)
+    ),
+    "slope \\* \\(time - first time\\) must be at most 2\\^127: the one at position 39": lambda: ts.DecayBias.at(
+        TIMES.double().index_fill(0, torch.tensor([39]), 2.0**100), torch.tensor([1.0, 2.0**28])
+    ),
+    "at position 3 .* lies too far": lambda: ts.DecayBias.at(
+        torch.tensor([0, 1, 2] + [1e305] * 37, dtype=torch.float64), torch.full((2,), 1e18)
+    ),
+    "no gradient.*times.detach": lambda: ts.DecayBias.at(TIMES.clone().requires_grad_(), torch.ones(2)),
+    "slopes must be 0 or positive": lambda: ts.DecayBias.at(TIMES, torch.tensor([1.0, -0.5])),
     "slopes must be \\[2\\] or": lambda: ts.DecayBias.at(TIMES, torch.ones(3)),
     "slopes must be a floating": lambda: ts.DecayBias.at(TIMES, torch.ones(2).long()),
     "pass causal=False": lambda: ts.DecayBias(GATES, future=GATES),
 }
+
+
+@backends
+def test_steep_slopes_and_far_times(backend: str) -> None:
+    """As far as they are allowed: no NaN, and nothing beyond the own token where others are far away."""
+    q, k, v = (tensor.requires_grad_() for tensor in inputs())
+    times = TIMES.double() * 2.0**57
+    slopes = torch.tensor([2.0**64, 1.0]).requires_grad_()
+    out = ts.attention(q, k, v, bias=ts.DecayBias.at(times, slopes), backend=backend)
+    torch.testing.assert_close(out, v)
+    out.sum().backward()
+    for tensor in (q, k, v, slopes):
+        assert tensor.grad is not None
+        assert bool(torch.isfinite(tensor.grad).all())
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_slope_of_zero(backend: str, causal: bool) -> None:
+    """No penalty, and the gradient of a penalty nonetheless: that of a slope next to it."""
+    q, k, v = (tensor.double() for tensor in inputs(300))
+    times = random_times(300)
+
+    def found(slope: float, equal: bool = False) -> tuple[Tensor, Tensor]:
+        slopes = torch.tensor([slope, 0.3], dtype=torch.float64).requires_grad_()
+        bias = ts.DecayBias.at(torch.zeros_like(times) if equal else times, slopes)
+        out = ts.attention(q, k, v, bias=bias, causal=causal, backend=backend)
+        return out, torch.autograd.grad(out.square().sum(), slopes)[0]
+
+    out, gradient = found(0.0)
+    plain = ts.attention(q, k, v, causal=causal, backend=backend)
+    torch.testing.assert_close(out[:, 0], plain[:, 0], rtol=0.0, atol=1e-14)
+    assert abs(float(gradient[0])) > 1.0
+    torch.testing.assert_close(gradient, found(1e-9)[1], rtol=1e-5, atol=0.0)
+    assert found(0.0, equal=True)[1].tolist() == [0.0, 0.0]
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gates", "times", "both sides"])
+def test_an_empty_batch(backend: str, kind: str) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(batch=0))
+    gates, slopes = torch.zeros((0, 2, 40), requires_grad=True), torch.ones(2, requires_grad=True)
+    bias = (
+        ts.DecayBias.at(TIMES, slopes) if kind == "times" else ts.DecayBias(gates, gates if "both" in kind else None)
+    )
+    out = ts.attention(q, k, v, bias=bias, causal="both" not in kind, backend=backend)
+    assert out.shape == q.shape
+    out.sum().backward()
+    learned = slopes if kind == "times" else gates
+    assert learned.grad is not None
+    assert bool((learned.grad == 0).all())
 
 
 @backends
