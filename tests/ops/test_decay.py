@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -259,6 +260,51 @@ def test_a_cache_that_grows(backend: str) -> None:
             q[:, :, length - 1 : length], k, v, bias=ts.DecayBias(gates), query_start=length - 1, backend=backend
         )
         torch.testing.assert_close(inside, whole[:, :, length - 1 : length])
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_each_document_has_times_of_its_own(dtype: torch.dtype, backend: str) -> None:
+    """In any order of documents, and whatever they begin with: as if each were alone."""
+    q, k, v = (tensor.double() for tensor in inputs(300, batch=1))
+    starts = [0, 0, 90, 91, 200, 300, 300]
+    first = [3, 1_790_000_000_000_000_000, 10**15, -(10**18), 7]
+    steps = torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(1)).cumsum(0)
+    unit = 1 if dtype == torch.int64 else 1e-9
+    spans = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    times = torch.cat(
+        [(begin + steps[span]).to(dtype) * unit for begin, span in zip([0, *first], spans, strict=True)]
+    )
+    times = times.to(dtype)
+    slopes = torch.tensor([0.3, 0.01], dtype=torch.float64).requires_grad_()
+    for causal in (True, False):
+        options = {"causal": causal, "backend": backend}
+        bias = ts.DecayBias.at(times, slopes)
+        out = ts.attention(q, k, v, bias=bias, cu_seqlens=torch.tensor(starts), **options)
+        alone = [
+            ts.attention(
+                q[:, :, own], k[:, :, own], v[:, :, own], bias=ts.DecayBias.at(times[own], slopes), **options
+            )
+            for own in spans
+        ]
+        together = torch.cat(alone, dim=2)
+        torch.testing.assert_close(out, together, rtol=0.0, atol=1e-12)
+        found, expected = (torch.autograd.grad(each.square().sum(), slopes)[0] for each in (out, together))
+        torch.testing.assert_close(found, expected)
+    bad = times.clone()
+    bad[250] -= 10**6 if dtype == torch.int64 else 1e9
+    with pytest.raises(ValueError, match=r"never go back.*the one at position 250 goes back"):
+        ts.attention(q, k, v, bias=ts.DecayBias.at(bad, slopes), cu_seqlens=torch.tensor(starts), backend=backend)
+    with pytest.raises(ValueError, match=r"never go back.*the one at position 91 goes back"):
+        ts.attention(q, k, v, bias=ts.DecayBias.at(times, slopes), backend=backend)
+
+
+def test_times_of_documents_that_no_integer_holds() -> None:
+    """Each document for itself is fine, their sum is not."""
+    q = torch.zeros(1, 1, 6, 4)
+    bias = ts.DecayBias.at(torch.tensor([0, 2**62] * 3), torch.ones(1))
+    with pytest.raises(ValueError, match=r"times .* the one at position 3"):
+        ts.attention(q, q, q, bias=bias, cu_seqlens=torch.tensor([0, 2, 4, 6]))
 
 
 GATES, TIMES = -torch.rand((2, 2, 40), generator=torch.Generator().manual_seed(0)), torch.arange(40.0)

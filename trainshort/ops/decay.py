@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.ops.bias import DECAY, Bias, KernelBias, aligned, fold_rows
@@ -70,7 +71,8 @@ class DecayBias(Bias):
         Args:
             times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Of integers and float64 no
                 digit is lost to float32: they are counted from the first of the row, in float64, and the bias of
-                near tokens is off by at most 2^-51 of `slope * (last - first)`.
+                near tokens is off by at most 2^-51 of `slope * (last - first)`. With `cu_seqlens` they may begin anew
+                in each document; under `context_parallel` they may not: add to each so much that times go on.
             slopes: [H] or [B, H], at least 0; a head of slope 0 sees everything alike. Differentiable if it requires
                 grad.
 
@@ -87,6 +89,12 @@ class DecayBias(Bias):
         if slopes.dim() not in (1, 2):
             raise ValueError(f"DecayBias slopes must be [heads] or [batch, heads], got shape {list(slopes.shape)}")
         return cls.from_fields(times=_relative(times, slopes), rates=slopes, given=(times,))
+
+    def in_documents(self, cu_seqlens: Tensor) -> DecayBias:
+        """The same for packed documents with these borders, in each of which times may begin anew."""
+        if self.rates is None or not self.given or self.given[0] is None:
+            return self
+        return DecayBias.from_fields(times=_relative(self.given[0], self.rates, cu_seqlens), rates=self.rates)
 
     @classmethod
     def from_sums(cls, sums: Tensor, first: Tensor) -> DecayBias:
@@ -271,9 +279,9 @@ def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}
 
 
-def _relative(times: Tensor, slopes: Tensor) -> Tensor:
+def _relative(times: Tensor, slopes: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Times since the first of a row, float64 [B or 1, T]; NaN from where they go back, are not finite, or lie so far
-    away that float32 does not hold their bias."""
+    away that float32 does not hold their bias. Where there are documents, no time passes between them."""
     if not isinstance(times, Tensor) or times.is_complex() or times.dtype == torch.bool:
         came = times.dtype if isinstance(times, Tensor) else type(times).__name__
         raise TypeError(f"DecayBias times must be a tensor of integers or of floating point numbers, got {came}")
@@ -287,8 +295,15 @@ def _relative(times: Tensor, slopes: Tensor) -> Tensor:
     wide = wide_dtype(times.device)
     # Integers without a sign would turn round where they go back, and short ones where they lie far apart.
     times = torch.atleast_2d(times.detach()).to(wide if times.is_floating_point() else torch.int64)
-    since = (times - times[:, :1]).to(wide)
-    back = torch.nn.functional.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
+    if cu_seqlens is None or times.shape[1] == 0:
+        since = (times - times[:, :1]).to(wide)
+        back = F.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
+    else:
+        gaps = F.pad(times.diff(dim=-1), (1, 1))  # before each token, and behind the last
+        gaps = gaps.index_fill(1, cu_seqlens.long().clamp(0, times.shape[1]), 0)[:, :-1]
+        since = gaps.cumsum(-1)
+        back = (gaps < 0) | (since < 0)  # which a sum of integers gets to beyond the largest
+        since = since.to(wide).cummax(-1).values
     refused = back | ~torch.isfinite(since)
     if slopes.numel() and slopes.device == since.device:  # others are refused by check_shapes
         refused = refused | (since * slopes.detach().amax() > LARGEST_BIAS)

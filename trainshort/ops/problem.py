@@ -240,6 +240,8 @@ def make_problem(
         **others,
     )
     check_shapes(problem)
+    if problem.cu_seqlens is not None and isinstance(bias, DecayBias):
+        return replace(problem, bias=bias.in_documents(problem.cu_seqlens))
     return problem
 
 
