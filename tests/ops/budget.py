@@ -92,8 +92,8 @@ def magnitudes(case: Case, keep: Tensor | None) -> Results:
             ahead = (dscores * (distance > 0)).flip(2, 3)
             terms["future_gates"] = _crossing(ahead, case.future_gates).flip(2).roll(1, 2)
     elif case.slopes is not None and case.times is not None:
-        slopes = torch.atleast_2d(case.slopes).double()[..., None, None]
-        terms["slopes"] = _over_rows(dscores * (bias_of(case, torch.float64) / slopes).abs(), case.slopes)
+        steps = bias_of(replace(case, slopes=torch.ones_like(case.slopes)), torch.float64)
+        terms["slopes"] = _over_rows(dscores * torch.as_tensor(steps).abs(), case.slopes)
     elif case.slopes is not None:
         steps = torch.where(distance > 0, distance - case.offset, -distance.double())
         if case.future is None:

@@ -235,28 +235,30 @@ def in_sight(case: Case) -> Tensor:
 
 
 def behind_a_border(case: Case) -> Tensor:
-    """Where a gate of zero lies between a query and a key: bool [B or 1, H, Tq, Tk]."""
+    """Where a gate of zero lies between a query and a key: bool [B or 1, H, Tq, Tk]. A query in padding stands at the
+    nearest real key for that."""
     assert case.log_gates is not None
     closed = torch.isneginf(case.log_gates).long().cumsum(-1)
-    hidden = at_queries(case, closed)[..., None] > closed[:, :, None]
+    hidden = at_queries(case, closed, real=True)[..., None] > closed[:, :, None]
     if case.future_gates is not None:
         closed = torch.isneginf(case.future_gates).long().cumsum(-1)
-        hidden = hidden | (at_queries(case, closed)[..., None] < closed[:, :, None])
+        hidden = hidden | (at_queries(case, closed, real=True)[..., None] < closed[:, :, None])
     return hidden
 
 
-def at_queries(case: Case, values: Tensor) -> Tensor:
-    """Numbers of the keys [B or 1, H, Tk] at the places of the queries, or at the nearest real key: [B, H, Tq]."""
+def at_queries(case: Case, values: Tensor, real: bool = False) -> Tensor:
+    """Numbers of the keys [B or 1, H, Tk] at the places of the queries, or at the nearest key: [B, H, Tq]. real: at
+    the nearest that is no padding."""
     batch, heads, queries, _ = case.q.shape
     keys = case.k.shape[2]
     if keys == 0:
         return values.new_zeros((batch, heads, queries))
     position = (-distances(case)[..., 0]).expand(batch, -1)  # [B, Tq]
     first, last = torch.zeros_like(position), torch.full_like(position, keys - 1)
-    if case.key_padding_mask is not None:
-        real = case.key_padding_mask.long()
-        first = real.argmax(-1)[:, None].expand_as(position)
-        last = (first + real.sum(-1)[:, None] - 1).clamp_min(0)
+    if real and case.key_padding_mask is not None:
+        mask = case.key_padding_mask.long()
+        first = mask.argmax(-1)[:, None].expand_as(position)
+        last = (first + mask.sum(-1)[:, None] - 1).clamp_min(0)
     place = torch.maximum(torch.minimum(position, last), first)[:, None].expand(-1, heads, -1)
     return values.expand(batch, heads, keys).gather(2, place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import trainshort as ts
 from tests.ops.budget import Judge
 from tests.ops.cases import BACKENDS, random_case, random_gates, random_times
 from tests.ops.dense import Case
+from trainshort.ops.gate_sums import running_sums, running_sums_ahead
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -71,6 +73,46 @@ def test_nothing_crosses_a_closed_gate(backend: str, value: float) -> None:
     assert torch.isfinite(gates.grad).all()
     assert bool((gates.grad[:, :, [0, 170]] == 0).all())
     assert bool((gates.grad[:, :, [1, 169, 171, 299]] != 0).all())
+
+
+@backends
+@pytest.mark.parametrize("value", [-(2.0**20), -1e7, -1e9, -1e12, -1e17, -3e38])
+def test_gates_that_are_nearly_closed(backend: str, value: float) -> None:
+    """They hide what is in front of them, and cost the tokens behind them no digit: against a sum for each link."""
+    q, k, v = (tensor.double() for tensor in inputs(120))
+    gates = torch.full((1, 2, 120), -0.1, dtype=torch.float64)
+    gates[..., 10:40] = gates[..., 80] = value
+    gates.requires_grad_()
+    place = torch.arange(120)
+    crossed = (place > place[:, None]) & (place <= place[:, None, None])  # [i, j, token]: after j, up to i
+    bias = (crossed * gates[:, :, None, None]).sum(-1)
+    scores = (q @ k.transpose(-2, -1) / 8**0.5 + bias).masked_fill(place > place[:, None], -torch.inf)
+    truth = torch.softmax(scores, -1) @ v
+    out = ts.attention(q, k, v, bias=ts.DecayBias(gates), backend=backend)
+    is_number = value == -(2.0**20)  # 31 of which are in the sum
+    rounding = 1e-6 if is_number else 1e-12
+    torch.testing.assert_close(out, truth, rtol=0.0, atol=rounding)
+    found, expected = (torch.autograd.grad(each.square().sum(), gates)[0] for each in (out, truth))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=100 * rounding)
+    assert is_number or bool((found[gates == value] == 0).all())
+
+
+def test_no_low_gate_enters_a_sum() -> None:
+    """In one piece, in pieces as a cache has them, and for later keys."""
+    gates = torch.full((1, 1, 60), -0.5)
+    gates[..., [7, 30]] = -1e9
+    whole, first = running_sums(gates)
+    pieces = [running_sums(gates[..., :20])]
+    for begin in (20, 40):
+        before = tuple(each[..., -1:] for each in pieces[-1])
+        pieces.append(running_sums(gates[..., begin : begin + 20], before, begin))
+    for found, expected in zip(zip(*pieces, strict=True), (whole, first), strict=True):
+        assert torch.equal(torch.cat(found, dim=-1), expected)
+    assert float(whole[..., -1]) == -0.5 * 57
+    assert first[0, 0, [6, 7, 29, 30]].tolist() == [0, 7, 7, 30]
+    ahead, end = running_sums_ahead(gates)
+    assert torch.equal(ahead, whole)
+    assert end[0, 0, [6, 7, 29, 30]].tolist() == [7, 30, 30, 60]
 
 
 @backends
@@ -145,7 +187,7 @@ def test_integers_without_a_sign_that_go_back_are_refused(dtype: torch.dtype, ba
     """They would turn round, and 3 after 5 would be 254 later."""
     q = torch.zeros(1, 1, 2, 4)
     bias = ts.DecayBias.at(torch.tensor([5, 3], dtype=torch.int64).to(dtype), torch.ones(1))
-    with pytest.raises(ValueError, match="never go back: the number at position 1"):
+    with pytest.raises(ValueError, match="the one at position 1 goes back"):
         ts.attention(q, q, q, bias=bias, backend=backend)
 
 
@@ -220,23 +262,133 @@ def test_a_cache_that_grows(backend: str) -> None:
         torch.testing.assert_close(inside, whole[:, :, length - 1 : length])
 
 
+@backends
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_each_document_has_times_of_its_own(dtype: torch.dtype, backend: str) -> None:
+    """In any order of documents, and whatever they begin with: as if each were alone."""
+    q, k, v = (tensor.double() for tensor in inputs(300, batch=1))
+    starts = [0, 0, 90, 91, 200, 300, 300]
+    first = [3, 1_790_000_000_000_000_000, 10**15, -(10**18), 7]
+    steps = torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(1)).cumsum(0)
+    unit = 1 if dtype == torch.int64 else 1e-9
+    spans = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    times = torch.cat(
+        [(begin + steps[span]).to(dtype) * unit for begin, span in zip([0, *first], spans, strict=True)]
+    )
+    times = times.to(dtype)
+    slopes = torch.tensor([0.3, 0.01], dtype=torch.float64).requires_grad_()
+    for causal in (True, False):
+        options = {"causal": causal, "backend": backend}
+        bias = ts.DecayBias.at(times, slopes)
+        out = ts.attention(q, k, v, bias=bias, cu_seqlens=torch.tensor(starts), **options)
+        alone = [
+            ts.attention(
+                q[:, :, own], k[:, :, own], v[:, :, own], bias=ts.DecayBias.at(times[own], slopes), **options
+            )
+            for own in spans
+        ]
+        together = torch.cat(alone, dim=2)
+        torch.testing.assert_close(out, together, rtol=0.0, atol=1e-12)
+        found, expected = (torch.autograd.grad(each.square().sum(), slopes)[0] for each in (out, together))
+        torch.testing.assert_close(found, expected)
+    bad = times.clone()
+    bad[250] -= 10**6 if dtype == torch.int64 else 1e9
+    with pytest.raises(ValueError, match=r"never go back.*the one at position 250 goes back"):
+        ts.attention(q, k, v, bias=ts.DecayBias.at(bad, slopes), cu_seqlens=torch.tensor(starts), backend=backend)
+    with pytest.raises(ValueError, match=r"never go back.*the one at position 91 goes back"):
+        ts.attention(q, k, v, bias=ts.DecayBias.at(times, slopes), backend=backend)
+
+
+def test_times_of_documents_that_no_integer_holds() -> None:
+    """Each document for itself is fine, their sum is not."""
+    q = torch.zeros(1, 1, 6, 4)
+    bias = ts.DecayBias.at(torch.tensor([0, 2**62] * 3), torch.ones(1))
+    with pytest.raises(ValueError, match=r"times .* the one at position 3"):
+        ts.attention(q, q, q, bias=bias, cu_seqlens=torch.tensor([0, 2, 4, 6]))
+
+
 GATES, TIMES = -torch.rand((2, 2, 40), generator=torch.Generator().manual_seed(0)), torch.arange(40.0)
 REFUSED: dict[str, Callable[[], ts.DecayBias]] = {
     "log_gates must be at most 0": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7]), 1e-6)),
-    "position 7": lambda: ts.DecayBias(GATES.index_fill(2, torch.tensor([7, 9]), torch.nan)),
+    "not NaN: the one at position 7 is above 0 or NaN$": lambda: ts.DecayBias(
+        GATES.index_fill(2, torch.tensor([7, 9]), torch.nan)
+    ),
     "log_gates must be a floating": lambda: ts.DecayBias(GATES.long()),
     "log_gates must be \\[batch": lambda: ts.DecayBias(GATES[0]),
     "log_gates must be \\[2, 2, 40\\]": lambda: ts.DecayBias(GATES[..., :39]),
     "got \\[2, 1, 40\\]": lambda: ts.DecayBias(GATES[:, :1]),
     "times must be finite and never go back": lambda: ts.DecayBias.at(TIMES.flip(0), torch.ones(2)),
-    "at position 39": lambda: ts.DecayBias.at(TIMES.index_fill(0, torch.tensor([39]), torch.inf), torch.ones(2)),
+    "at position 39 goes back, is not finite or": lambda: ts.DecayBias.at(
+        TIMES.index_fill(0, torch.tensor([39]), torch.inf), torch.ones(2)
+    ),
     "times must be \\[40\\] or": lambda: ts.DecayBias.at(TIMES[:39], torch.ones(2)),
     "times must be a tensor of integers": lambda: ts.DecayBias.at(TIMES.bool(), torch.ones(2)),
-    "slopes must be positive": lambda: ts.DecayBias.at(TIMES, torch.tensor([1.0, 0.0])),
+    "in padding repeat the last time.*position 38": lambda: ts.DecayBias.at(
+        TIMES.index_fill(0, torch.tensor([38, 39]), 0.0), torch.ones(2)
+    ),
+    "slope \\* \\(time - first time\\) must be at most 2\\^127: the one at position 39": lambda: ts.DecayBias.at(
+        TIMES.double().index_fill(0, torch.tensor([39]), 2.0**100), torch.tensor([1.0, 2.0**28])
+    ),
+    "at position 3 .* lies too far": lambda: ts.DecayBias.at(
+        torch.tensor([0, 1, 2] + [1e305] * 37, dtype=torch.float64), torch.full((2,), 1e18)
+    ),
+    "no gradient.*times.detach": lambda: ts.DecayBias.at(TIMES.clone().requires_grad_(), torch.ones(2)),
+    "slopes must be 0 or positive": lambda: ts.DecayBias.at(TIMES, torch.tensor([1.0, -0.5])),
     "slopes must be \\[2\\] or": lambda: ts.DecayBias.at(TIMES, torch.ones(3)),
     "slopes must be a floating": lambda: ts.DecayBias.at(TIMES, torch.ones(2).long()),
     "pass causal=False": lambda: ts.DecayBias(GATES, future=GATES),
 }
+
+
+@backends
+def test_steep_slopes_and_far_times(backend: str) -> None:
+    """As far as they are allowed: no NaN, and nothing beyond the own token where others are far away."""
+    q, k, v = (tensor.requires_grad_() for tensor in inputs())
+    times = TIMES.double() * 2.0**57
+    slopes = torch.tensor([2.0**64, 1.0]).requires_grad_()
+    out = ts.attention(q, k, v, bias=ts.DecayBias.at(times, slopes), backend=backend)
+    torch.testing.assert_close(out, v)
+    out.sum().backward()
+    for tensor in (q, k, v, slopes):
+        assert tensor.grad is not None
+        assert bool(torch.isfinite(tensor.grad).all())
+
+
+@backends
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_slope_of_zero(backend: str, causal: bool) -> None:
+    """No penalty, and the gradient of a penalty nonetheless: that of a slope next to it."""
+    q, k, v = (tensor.double() for tensor in inputs(300))
+    times = random_times(300)
+
+    def found(slope: float, equal: bool = False) -> tuple[Tensor, Tensor]:
+        slopes = torch.tensor([slope, 0.3], dtype=torch.float64).requires_grad_()
+        bias = ts.DecayBias.at(torch.zeros_like(times) if equal else times, slopes)
+        out = ts.attention(q, k, v, bias=bias, causal=causal, backend=backend)
+        return out, torch.autograd.grad(out.square().sum(), slopes)[0]
+
+    out, gradient = found(0.0)
+    plain = ts.attention(q, k, v, causal=causal, backend=backend)
+    torch.testing.assert_close(out[:, 0], plain[:, 0], rtol=0.0, atol=1e-14)
+    assert abs(float(gradient[0])) > 1.0
+    torch.testing.assert_close(gradient, found(1e-9)[1], rtol=1e-5, atol=0.0)
+    assert found(0.0, equal=True)[1].tolist() == [0.0, 0.0]
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gates", "times", "both sides"])
+def test_an_empty_batch(backend: str, kind: str) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in inputs(batch=0))
+    gates, slopes = torch.zeros((0, 2, 40), requires_grad=True), torch.ones(2, requires_grad=True)
+    bias = (
+        ts.DecayBias.at(TIMES, slopes) if kind == "times" else ts.DecayBias(gates, gates if "both" in kind else None)
+    )
+    out = ts.attention(q, k, v, bias=bias, causal="both" not in kind, backend=backend)
+    assert out.shape == q.shape
+    out.sum().backward()
+    learned = slopes if kind == "times" else gates
+    assert learned.grad is not None
+    assert bool((learned.grad == 0).all())
 
 
 @backends

@@ -63,6 +63,28 @@ def test_only_matrices_decay(data: Path, tmp_path: Path) -> None:
     assert all(each.dim() < 2 for each in groups[1]["params"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_of_norms_are_no_matrices(data: Path, tmp_path: Path, optimizer: str) -> None:
+    """Those of query_norm, key_norm and output_norm have a row for each head: they neither decay nor go to Muon."""
+    fields = {"position": "fox", "norm": "rmsnorm", "qk_norm": True, "output_norm": True, "kv_shift": True}
+    config = small_config(data, tmp_path / "run", optimizer=optimizer)
+    model = LanguageModel(ts.ModelConfig.from_dict(config.model_fields(257) | fields))
+    found = Optimizer(model, config)
+
+    def names(part: str, decays: bool) -> set[str]:
+        groups = [group for group in found.parts[part].param_groups if (group["weight_decay"] > 0) == decays]
+        return {found.names[id(each)] for group in groups for each in group["params"]}
+
+    first = {name.removeprefix("trunk.blocks.0.") for name in names("adamw", False) if ".blocks.0." in name}
+    norms = {f"attention.{name}_norm.weight" for name in ("query", "key", "output")}
+    assert norms < first
+    assert {name for name, _ in model.named_parameters() if "norm" in name} <= names("adamw", False)
+    assert "trunk.embedding.weight" in names("adamw", True)
+    assert "trunk.blocks.0.attention.shift.shares.weight" in names("muon" if optimizer == "muon" else "adamw", True)
+    if optimizer == "muon":
+        assert not names("muon", False)
+
+
 def test_the_validation_loss_is_a_direct_computation(data: Path, whole: Path) -> None:
     model, tokens = ts.load(whole), TokenData(data).validation
     assert isinstance(model, LanguageModel)

@@ -344,8 +344,8 @@ class BoundedCache(KeyValueCache):
     def decay(self, layer: int, log_gates: Tensor) -> DecayBias:
         with torch.no_grad():
             bias = self._gated().decay(layer, log_gates.detach(), self.length)
-        for what, marked in bias.without_nan().items():
-            require_no_nan(what, marked)
+        for what, (marked, wrong) in bias.without_nan().items():
+            require_no_nan(what, marked, wrong)
         return bias
 
     def _gated(self) -> GatedKeys:

@@ -208,7 +208,9 @@ def attention(  # noqa: PLR0913  a public signature
             say nothing otherwise.
         return_lse: Also return the natural log-sum-exp of the scores, bias and scale included: float32 (float64 for
             float64 inputs), [B, H, Tq], -inf where a query sees no key. Differentiable, so that attention to several
-            sets of keys can be merged. Of skipped keys it misses at most -ln(1 - tolerance).
+            sets of keys can be merged. Of skipped keys it misses at most -ln(1 - tolerance). Under a DecayBias it is
+            -inf, too, where a border lies between a query in padding and all real keys; the output of such a query,
+            for which the nearest real key knows the borders, means nothing.
         return_windows: Also return which keys the forward pass visited, as `Windows`.
 
     All other arguments as in `alibi_attention`.

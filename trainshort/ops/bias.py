@@ -139,8 +139,9 @@ class Bias:
         """Those whose numbers may be 0 as well."""
         return {}
 
-    def without_nan(self) -> dict[str, Tensor]:
-        """What is required of numbers that a user gave -> a tensor [..., T] with NaN where they are refused."""
+    def without_nan(self) -> dict[str, tuple[Tensor, str]]:
+        """What is required of numbers that a user gave -> a tensor [..., T] with NaN from the first on that is
+        refused, and what is wrong with that one, with {} for its position."""
         return {}
 
     def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> Self:

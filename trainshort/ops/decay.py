@@ -12,10 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.ops.bias import DECAY, Bias, KernelBias, aligned, fold_rows
 from trainshort.ops.gate_sums import running_sums, running_sums_ahead, wide_dtype
+
+LARGEST_BIAS = 2.0**127  # which float32 holds in units of log2 too
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -24,7 +27,8 @@ class DecayBias(Bias):
 
     With a gate for each token and head, the bias of key j for query i >= j is the sum of the log gates of the tokens
     after j up to i: the gate of a token acts on every link that crosses from before it to it or later, and that of
-    the first token on none. A gate of zero (-inf, or anything below -2^64) is a border: nothing attends across it.
+    the first token on none. A gate of zero is a border: nothing attends across it, and its gradient is 0. A log gate
+    below -2^20 counts as a gate of zero.
 
     Args:
         log_gates: [B, H, T] or [1, H, T] for query heads and as many tokens as there are keys; at most 0. Any
@@ -67,8 +71,10 @@ class DecayBias(Bias):
         Args:
             times: [T] or [B, T], sorted, as many as there are keys; equal ones are fine. Of integers and float64 no
                 digit is lost to float32: they are counted from the first of the row, in float64, and the bias of
-                near tokens is off by at most 2^-51 of `slope * (last - first)`.
-            slopes: [H] or [B, H], positive. Differentiable if it requires grad.
+                near tokens is off by at most 2^-51 of `slope * (last - first)`. With `cu_seqlens` they may begin anew
+                in each document; under `context_parallel` they may not: add to each so much that times go on.
+            slopes: [H] or [B, H], at least 0; a head of slope 0 sees everything alike. Differentiable if it requires
+                grad.
 
         Returns:
             The bias.
@@ -82,7 +88,13 @@ class DecayBias(Bias):
             raise TypeError(f"DecayBias slopes must be a floating point tensor, got {came}")
         if slopes.dim() not in (1, 2):
             raise ValueError(f"DecayBias slopes must be [heads] or [batch, heads], got shape {list(slopes.shape)}")
-        return cls.from_fields(times=_relative(times), rates=slopes, given=(times,))
+        return cls.from_fields(times=_relative(times, slopes), rates=slopes, given=(times,))
+
+    def in_documents(self, cu_seqlens: Tensor) -> DecayBias:
+        """The same for packed documents with these borders, in each of which times may begin anew."""
+        if self.rates is None or not self.given or self.given[0] is None:
+            return self
+        return DecayBias.from_fields(times=_relative(self.given[0], self.rates, cu_seqlens), rates=self.rates)
 
     @classmethod
     def from_sums(cls, sums: Tensor, first: Tensor) -> DecayBias:
@@ -149,16 +161,19 @@ class DecayBias(Bias):
                 "side as future= (the same ones for a symmetric bias)"
             )
 
-    def positive(self) -> dict[str, Tensor]:
+    def not_negative(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"slopes": self.rates}
 
-    def without_nan(self) -> dict[str, Tensor]:
+    def without_nan(self) -> dict[str, tuple[Tensor, str]]:
+        gate = "the one at position {} is above 0 or NaN"
+        time = "the one at position {} goes back, is not finite or lies too far from the first"
         named = {
-            "DecayBias log_gates must be at most 0 and not NaN": self.gate_sums,
-            "DecayBias future must be at most 0 and not NaN": self.ahead_sums,
-            "DecayBias times must be finite and never go back": self.times,
+            "DecayBias log_gates must be at most 0 and not NaN": (self.gate_sums, gate),
+            "DecayBias future must be at most 0 and not NaN": (self.ahead_sums, gate),
+            "DecayBias times must be finite and never go back (in padding repeat the last time), and slope * (time - "
+            "first time) must be at most 2^127": (self.times, time),
         }
-        return {what: tensor for what, tensor in named.items() if tensor is not None}
+        return {what: (marked, wrong) for what, (marked, wrong) in named.items() if marked is not None}
 
     def part(self, rows: slice, heads: slice, keys: slice = slice(None)) -> DecayBias:
         def part_of(name: str, tensor: Tensor) -> Tensor:
@@ -174,11 +189,21 @@ class DecayBias(Bias):
 
         return DecayBias.from_fields(**{name: part_of(name, tensor) for name, tensor in self._tensors.items()})
 
+    def _rates(self) -> Tensor:
+        """Slopes in the dtype of times, [B or 1, H], those of 0 as one that is too small for any score to feel: so
+        the gradient of each is the sum of the scores' gradients times their bias, over the slope."""
+        assert self.rates is not None
+        assert self.times is not None
+        rates = torch.atleast_2d(self.rates.detach()).to(self.times.dtype)
+        if self.times.shape[1] == 0:
+            return rates
+        span = self.times[:, -1:] - self.times[:, :1]
+        return torch.maximum(rates, torch.where(span > 0, 2.0**-80 / span, 0.0))
+
     def levels(self, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """c for earlier and for later keys, of all or some of them: [B or 1, H, T], in float64, without gradient."""
         if self.times is not None and self.rates is not None:
-            rates = torch.atleast_2d(self.rates.detach()).to(self.times.dtype)
-            past = -rates[..., None] * self.times[:, None, keys]
+            past = -self._rates()[..., None] * self.times[:, None, keys]
             return past, past
         assert self.gate_sums is not None
         past = self.gate_sums.detach()[..., keys]
@@ -217,11 +242,13 @@ class DecayBias(Bias):
         return hidden
 
     def gradients(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of "rates" are those of the scores' gradients times their bias."""
         found = {}
         for name, total in sums.items():
             tensor = self._tensors[name]
             if name == "rates":
-                found[name] = fold_rows(total, tensor)
+                rates = self._rates()
+                found[name] = fold_rows((total / rates).masked_fill(rates == 0, 0.0), tensor)
             else:
                 found[name] = (total.sum(0, keepdim=True) if tensor.shape[0] == 1 else total).to(tensor.dtype)
         return found
@@ -230,8 +257,7 @@ class DecayBias(Bias):
         past, later = self.levels()
         if self.rates is not None:
             levels = aligned(past, past.dtype)
-            rates = torch.atleast_2d(self.rates).expand(past.shape[0], -1)
-            return KernelBias(DECAY, aligned(rates), levels=levels, ahead=levels, by_row=past.shape[0] > 1)
+            return KernelBias(DECAY, levels=levels, ahead=levels)
         assert self.gate_first is not None
         if self.ahead_sums is None or self.ahead_end is None:
             levels, first = _laid_out_alike(batch, past, self.gate_first)
@@ -253,25 +279,41 @@ def _laid_out_alike(batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 _GIVEN = {"gate_sums": "log_gates", "ahead_sums": "future"}
 
 
-def _relative(times: Tensor) -> Tensor:
-    """Times since the first of a row, float64 [B or 1, T]; NaN from where they go back or are not finite."""
+def _relative(times: Tensor, slopes: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Times since the first of a row, float64 [B or 1, T]; NaN from where they go back, are not finite, or lie so far
+    away that float32 does not hold their bias. Where there are documents, no time passes between them."""
     if not isinstance(times, Tensor) or times.is_complex() or times.dtype == torch.bool:
         came = times.dtype if isinstance(times, Tensor) else type(times).__name__
         raise TypeError(f"DecayBias times must be a tensor of integers or of floating point numbers, got {came}")
     if times.dim() not in (1, 2):
         raise ValueError(f"DecayBias times must be [length] or [batch, length], got shape {list(times.shape)}")
+    if times.requires_grad:
+        raise ValueError(
+            "DecayBias times have no gradient, only slopes have: pass times.detach(), or log gates, which are "
+            "differentiable"
+        )
     wide = wide_dtype(times.device)
     # Integers without a sign would turn round where they go back, and short ones where they lie far apart.
     times = torch.atleast_2d(times.detach()).to(wide if times.is_floating_point() else torch.int64)
-    since = (times - times[:, :1]).to(wide)
-    back = torch.nn.functional.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
-    refused = (back | ~torch.isfinite(since)).cumsum(-1) > 0
+    if cu_seqlens is None or times.shape[1] == 0:
+        since = (times - times[:, :1]).to(wide)
+        back = F.pad(since.diff(dim=-1) < 0, (min(1, since.shape[1]), 0))
+    else:
+        gaps = F.pad(times.diff(dim=-1), (1, 1))  # before each token, and behind the last
+        gaps = gaps.index_fill(1, cu_seqlens.long().clamp(0, times.shape[1]), 0)[:, :-1]
+        since = gaps.cumsum(-1)
+        back = (gaps < 0) | (since < 0)  # which a sum of integers gets to beyond the largest
+        since = since.to(wide).cummax(-1).values
+    refused = back | ~torch.isfinite(since)
+    if slopes.numel() and slopes.device == since.device:  # others are refused by check_shapes
+        refused = refused | (since * slopes.detach().amax() > LARGEST_BIAS)
+    refused = refused.cumsum(-1) > 0
     return since.masked_fill(refused, float("nan"))
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
     """The values [B or 1, H, T] at an index [B or 1, 1, ...], put inside 0..T-1: [B or 1, H, ...]."""
-    batch = max(values.shape[0], index.shape[0])
+    batch = index.shape[0] if values.shape[0] == 1 else values.shape[0]
     shape = (batch, values.shape[1], *index.shape[2:])
     if values.shape[2] == 0:
         return values.new_zeros(shape)

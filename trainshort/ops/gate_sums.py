@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.ops.bias import LARGEST_SLOPE
 from trainshort.ops.tracing import no_double_backward, no_vmap
+
+# A log gate below this counts as that of a gate of zero, and never enters a sum: numbers as large would take the
+# digits of all that comes after them (docs/proof.md, Gates and times). Far below any penalty that means something.
+LOWEST_LOG_GATE = -(2.0**20)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -60,7 +63,7 @@ def _check(name: str, gates: Tensor) -> None:
 def _sums(gates: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Running sums of log gates that never rise, and which gates are closed: [B, H, T] each."""
     wide = gates.to(wide_dtype(gates.device))
-    closed = wide < -LARGEST_SLOPE
+    closed = wide < LOWEST_LOG_GATE
     uncounted = closed
     if before is None:  # no link crosses the first token
         uncounted = closed | (torch.arange(gates.shape[2], device=gates.device) == 0)

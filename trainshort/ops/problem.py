@@ -139,6 +139,14 @@ class Problem:
         """How far from a query the bias still depends on the distance in a way of its own: T5's largest distance."""
         return 0 if self.bias is None else self.bias.separable_beyond
 
+    def true_positions(self) -> Tensor:
+        """Where each query stands, in padding or beyond all keys: int64 [B or 1, Tq]."""
+        index = torch.arange(self.q.shape[2], device=self.q.device)
+        start = self.start
+        if isinstance(start, Tensor):
+            return start.to(torch.int64)[:, None] + index
+        return (min(max(start, -POSITIONS), POSITIONS) + index)[None]
+
     def positions(self) -> Tensor:
         """The position of each query among the keys, int64 [B or 1, Tq].
 
@@ -146,12 +154,7 @@ class Problem:
         It sees the same keys with the same weights there, because what all its distances have in common changes no
         softmax; and distances stay so small that float32 holds them exactly.
         """
-        index = torch.arange(self.q.shape[2], device=self.q.device)
-        start = self.start
-        if isinstance(start, Tensor):
-            position = start.to(torch.int64)[:, None] + index
-        else:
-            position = (min(max(start, -POSITIONS), POSITIONS) + index)[None]
+        position = self.true_positions()
         if self.cu_seqlens is not None:
             return position
         first, end = self.key_runs()
@@ -237,6 +240,8 @@ def make_problem(
         **others,
     )
     check_shapes(problem)
+    if problem.cu_seqlens is not None and isinstance(bias, DecayBias):
+        return replace(problem, bias=bias.in_documents(problem.cu_seqlens))
     return problem
 
 

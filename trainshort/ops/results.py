@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainshort.ops.bias import LinearBias
+from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import Problem, holds
 from trainshort.ops.windows import visible_keys
 
@@ -70,14 +71,16 @@ def finished_windows(problem: Problem, visited: tuple[Tensor, Tensor] | None) ->
 
 def _left_out(problem: Problem, dtype: torch.dtype) -> Tensor | None:
     """What the bias of all keys has in common for queries beyond all of them, [B or 1, H, Tq]: None where it is 0."""
-    if not isinstance(problem.bias, LinearBias) or problem.cu_seqlens is not None:
+    bias, padded = problem.bias, problem.key_padding_mask is not None
+    if isinstance(bias, DecayBias):
+        if not padded:  # beyond the last key c is not known: queries there take its place
+            return None
+        return bias.between(problem.true_positions()[:, None], problem.bias_positions()[:, None], dtype)
+    if not isinstance(bias, LinearBias) or problem.cu_seqlens is not None:
         return None
     start, queries, keys = problem.start, problem.q.shape[2], problem.k.shape[2]
-    padded = problem.key_padding_mask is not None
     if not (padded or isinstance(start, Tensor)) and holds(start >= -1) and holds(start + queries - 1 <= keys):
         return None
-    index = torch.arange(queries, device=problem.q.device)
-    wanted = (start.to(torch.int64)[:, None] if isinstance(start, Tensor) else start) + index  # [B, Tq] or [Tq]
-    beyond = (wanted - problem.positions())[:, None].to(dtype)  # [B or 1, 1, Tq]
-    past, future = (slopes[..., None] for slopes in problem.bias.both_slopes(dtype))
+    beyond = (problem.true_positions() - problem.positions())[:, None].to(dtype)  # [B or 1, 1, Tq]
+    past, future = (slopes[..., None] for slopes in bias.both_slopes(dtype))
     return -past * beyond.clamp_min(0) - future * (-beyond).clamp_min(0)

@@ -22,8 +22,8 @@ def check_values(problem: Problem) -> None:
             require_positive(name, slopes)
         for name, slopes in problem.bias.not_negative().items():
             require_positive(name, slopes, or_zero=True)
-        for what, marked in problem.bias.without_nan().items():
-            require_no_nan(what, marked)
+        for what, (marked, wrong) in problem.bias.without_nan().items():
+            require_no_nan(what, marked, wrong)
     if problem.key_norms is not None:
         _require_norms(problem.key_norms)
     mask = problem.key_padding_mask
@@ -75,11 +75,11 @@ def require_positive(name: str, slopes: Tensor, *, or_zero: bool = False) -> Non
     _require(good, f"{name} must be {'0 or ' if or_zero else ''}positive and at most 2^64", came)
 
 
-def require_no_nan(what: str, marked: Tensor) -> None:
+def require_no_nan(what: str, marked: Tensor, wrong: str) -> None:
     if _is_known(marked):
         return
     bad = torch.isnan(marked[..., -1:])  # NaN goes on to the last number: no step looks at all of them
-    _require(~bad, what, lambda: f": the number at position {int(marked.isnan().nonzero()[:, -1].amin())} is not")
+    _require(~bad, what, lambda: f": {wrong.format(int(marked.isnan().nonzero()[:, -1].amin()))}")
 
 
 # Norms on a GPU that a cache keeps and writes itself, by address: there is nothing to look for in them at every step.

@@ -181,10 +181,14 @@ def visible_blocks(problem: Problem, block: int) -> tuple[Tensor, Tensor]:
 
 
 def visible_keys(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The keys in sight of each query: [first, end), int64 [B, H, Tq] each; none at all where end <= first."""
+    """The keys in sight of each query: [first, end), int64 [B, H, Tq] each; none at all where end <= first.
+
+    None, too, where a border lies between a query in padding and the real keys. (Backends ask for the borders of the
+    nearest real key, so that their output there means nothing.)
+    """
     low, high = _of_heads(problem, _limits(problem))
     if isinstance(problem.bias, DecayBias):
-        place = problem.bias_positions()
+        place = problem.true_positions()
         first, end = problem.bias.first_visible(place), problem.bias.end_visible(place)
         low = low if first is None else torch.maximum(low, first)
         high = high if end is None else torch.minimum(high, end)

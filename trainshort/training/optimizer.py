@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainshort.models.head_parts import HeadNorm
 from trainshort.training.config import TrainConfig
 
+NORMS = (nn.LayerNorm, nn.RMSNorm, HeadNorm)  # whose weights never decay, whatever their shape
 # What each optimizer remembers of a parameter.
 KEPT = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 
@@ -30,12 +32,13 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         named = dict(model.named_parameters())  # tied tensors once
         self.names = {id(parameter): name for name, parameter in named.items()}
-        hidden = {name for name in named if name.startswith("trunk.blocks.") and named[name].dim() == 2}
+        matrices = _matrices(model)
+        hidden = {name for name in matrices if name.startswith("trunk.blocks.") and named[name].dim() == 2}
         use_muon = config.optimizer == "muon"
         rest = {name: value for name, value in named.items() if not (use_muon and name in hidden)}
         groups = [
-            {"params": [value for value in rest.values() if value.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [value for value in rest.values() if value.dim() < 2], "weight_decay": 0.0},
+            {"params": [rest[name] for name in rest if name in matrices], "weight_decay": config.weight_decay},
+            {"params": [rest[name] for name in rest if name not in matrices], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         fused = {parameter.device.type for parameter in named.values()} in ({"cuda"}, {"cpu"})
@@ -104,6 +107,12 @@ class Optimizer:
                     if not isinstance(value, Tensor):
                         raise TypeError(f"{part} keeps {key} as {type(value).__name__}: only tensors can be saved")
                     yield f"{part}.{self.names[id(parameter)]}.{key}", value
+
+
+def _matrices(model: nn.Module) -> set[str]:
+    """The names of parameters that weight decay shrinks. Norms may have a row of weights for each head."""
+    of_norms = {id(each) for module in model.modules() if isinstance(module, NORMS) for each in module.parameters()}
+    return {name for name, each in model.named_parameters() if each.dim() >= 2 and id(each) not in of_norms}
 
 
 def _muon(matrices: list[Tensor], config: TrainConfig) -> torch.optim.Optimizer:

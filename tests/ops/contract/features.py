@@ -242,7 +242,14 @@ FEATURES |= {
         "times": torch.stack((random_times(p.length), random_times(p.length, 1))),
     },
     "times_of_integers": lambda p: {"bias": "times", "times": random_times(p.length).long()},
+    "times_with_a_slope_of_zero": lambda p: {
+        "bias": "times", "batch": 2, "times": torch.stack((random_times(p.length), 1e6 * random_times(p.length, 1))),
+        "slopes": torch.cat((torch.zeros(1), p.steep[1:])) * torch.tensor([1.0] + [1e-6] * (p.heads - 1)),
+    },
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
+    "times_right_padding": lambda p: symmetric(
+        bias="times", batch=2, slopes=p.steep, key_padding_mask=right_padding(p.length - 10, 1, length=p.length)
+    ),
     "times_query_start": lambda p: symmetric(bias="times", queries=100, query_start=-70, keys=p.length),
 }  # fmt: skip
 WITHOUT_KERNELS = [name for name in FEATURES if name.startswith("kerple")]

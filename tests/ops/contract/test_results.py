@@ -220,7 +220,8 @@ def test_gradient_of_the_lse(feature: str, dtype: torch.dtype, place: Place) -> 
 
 @at("reference", "blocked", "blocked_gpu")
 @formats(torch.float64)
-@pytest.mark.parametrize("feature", ["causal_steep", "right_padding_symmetric", "query_start_by_row", "borders"])
+@pytest.mark.parametrize("feature", ["causal_steep", "right_padding_symmetric", "query_start_by_row", "borders",
+                                     "gates_right_padding", "times_right_padding"])  # fmt: skip
 def test_gradient_of_the_lse_in_float64(feature: str, dtype: torch.dtype, place: Place) -> None:
     case = feature_case(place, feature, dtype=dtype, tolerance=0.0)
     truth = lse_gradients(case, None, torch.float64, with_out=True)
@@ -254,6 +255,49 @@ def test_parts_can_be_merged(dtype: torch.dtype, place: Place) -> None:
     third = length // 3
     for whole, merged in zip(gradients([(0, length)]), gradients([(0, third), (third, length)]), strict=True):
         torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+
+
+@slow_in_interpreter
+@formats(torch.float32)
+@pytest.mark.parametrize(
+    "feature", ["causal_steep", "gates", "gates_both_sides", "borders", "borders_both_sides", "times_both_sides"]
+)
+def test_parts_of_a_mask_can_be_merged(feature: str, dtype: torch.dtype, place: Place) -> None:
+    """The same where masks say which keys are in a part: queries in padding know how far away they stand, and behind
+    which borders."""
+    case = feature_case(place, feature, tolerance=0.0)
+    key = torch.arange(case.k.shape[2], device=case.k.device).expand(case.q.shape[0], -1)
+    third = case.k.shape[2] // 3
+
+    def gradients(masks: list[Tensor | None]) -> Results:
+        found = {name: getattr(case, name) for name in LEAVES if getattr(case, name) is not None}
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in found.items()}
+        parts = [returned(replace(case, **leaves, key_padding_mask=mask), place.backend) for mask in masks]
+        weights = torch.softmax(torch.stack([part.lse for part in parts if part.lse is not None]), dim=0)
+        out = sum(weight[..., None] * part.out for weight, part in zip(weights, parts, strict=True))
+        assert isinstance(out, Tensor)
+        upstream = torch.autograd.grad(out, list(leaves.values()), case.upstream())
+        return {"out": out.detach(), **dict(zip(leaves, upstream, strict=True))}
+
+    expected, merged = gradients([None]), gradients([key < third, key >= third])
+    for name, whole in expected.items():
+        torch.testing.assert_close(merged[name], whole, rtol=2e-4, atol=2e-5 * float(whole.abs().max()))
+
+
+def test_a_border_in_padding(place: Place) -> None:
+    """What padding hides of a query's own surroundings still stands between it and the real keys."""
+    gates = torch.full((1, place.heads, 80), -0.1)
+    gates[:, 0, 60] = -math.inf
+    mask = torch.arange(80)[None] < 40
+    case = place.case(batch=1, queries=80, bias="gates", log_gates=gates, key_padding_mask=mask)
+    found = returned(case, place.backend)
+    assert found.lse is not None
+    assert found.windows is not None
+    cut_off = torch.zeros((1, place.heads, 80), dtype=torch.bool, device=place.device)
+    cut_off[:, 0, 60:] = True
+    assert torch.equal(torch.isneginf(found.lse), cut_off)
+    assert torch.equal(found.windows.end == 0, cut_off)
+    assert bool(torch.isfinite(found.out).all())
 
 
 @slow_in_interpreter

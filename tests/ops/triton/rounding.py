@@ -7,6 +7,8 @@ and that moves the gradient by as much times the query's mean distance. Queries 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def bias_rounding(case: Case) -> Results:
     distance = distances(case)[:, None]
     steps = torch.where(distance > 0, distance - case.offset, -distance.double())
     if case.times is not None and case.slopes is not None:
-        steps = (bias_of(case, torch.float64) / torch.atleast_2d(case.slopes).double()[..., None, None]).abs()
+        steps = torch.as_tensor(bias_of(replace(case, slopes=torch.ones_like(case.slopes)), torch.float64)).abs()
 
     def over_queries(lever: Tensor) -> Tensor:
         return (moved * (lever * weights).sum(-1)).norm()

@@ -163,8 +163,7 @@ class DecayPieces:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the learned fields of the bias: dc = row sums of the scores' gradients - column sums."""
         if self.bias.rates is not None:
-            rates = torch.atleast_2d(self.bias.rates.detach()).to(self._wide)
-            return self.bias.gradients({"rates": self._sums_of("rates") / rates})
+            return self.bias.gradients({"rates": self._sums_of("rates")})
         place = self._by_row(self._place.expand(-1, self.heads, -1)).clamp(min=0)
         found = {}
         for side, sign in (("gate", 1.0), ("ahead", -1.0)):

@@ -70,11 +70,11 @@ def attend(problem: Problem) -> Tensor | None:
 
 
 def _are_good(problem: Problem, slopes: Slopes) -> bool:
-    """Whether slopes are none below 0, rates positive, and c holds no NaN, which would go on to the last key."""
+    """Whether no slopes are below 0, and c holds no NaN, which would go on to the last key."""
     if problem.bias_is_linear:
         return all(0.0 <= slope <= LARGEST_SLOPE for row in slopes for slope in row)
     rates = problem.decay.rates
-    if rates is not None and not bool(((rates > 0) & (rates <= LARGEST_SLOPE)).all()):
+    if rates is not None and not bool(((rates >= 0) & (rates <= LARGEST_SLOPE)).all()):
         return False
     return not bool(problem.decay.levels(slice(problem.k.shape[2] - 1, None))[0].isnan().any())
 

@@ -102,7 +102,7 @@ class Pass:
         """Heads that visit everything, as many at a time as a bias tile no larger than q allows."""
         sights = self.problem.sights
         width = min(self.sizes.tile_keys, self.k.shape[2]) + self.sizes.rows
-        most = max(1, self.q.numel() // (self.sizes.rows * width * (1 if self.by_distance else self.batch)))
+        most = max(1, self.q.numel() // (self.sizes.rows * width * (1 if self.by_distance else max(1, self.batch))))
         head = 0
         while head < self.heads:
             end = head + 1

@@ -266,9 +266,8 @@ def query_kernel(
                 tl.store(ROW_SUMS + at, tl.where(some, dpast, 0.0), mask=r < nq)
                 if not CAUSAL:
                     tl.store(ROW_SUMS_AHEAD + at, tl.where(some, dfuture, 0.0), mask=r < nq)
-            else:  # of ds times the bias in units of log2, which is the slope times what counts
-                slope = tl.load(SLOPES + b * stride_slope + h)
-                tl.store(DSLOPES + partial, tl.sum(tl.where(some, dpast, 0.0), 0) * LN2 / slope)
+            else:  # of ds times the bias
+                tl.store(DSLOPES + partial, tl.sum(tl.where(some, dpast, 0.0), 0) * LN2)
 
 
 @triton.jit

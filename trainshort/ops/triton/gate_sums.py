@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainshort.ops import bias
+from trainshort.ops import gate_sums
 from trainshort.ops.triton.run import on_device
 
-LARGEST = tl.constexpr(bias.LARGEST_SLOPE)
+LOWEST = tl.constexpr(gate_sums.LOWEST_LOG_GATE)
 MOST_AT_ONCE = 8192  # tokens of a chunk
 
 
@@ -55,7 +55,7 @@ def sums_kernel(
     for start in range(0, T, CHUNK):
         t = start + index
         gate = _load_gates(GATES, t, stride_t, T)
-        closed = gate < -LARGEST
+        closed = gate < LOWEST
         counted = tl.where(closed | (t == 0), 0.0, gate)  # no link crosses the first token
         counted = tl.where(gate <= 0.0, counted, float("nan"))
         sums = tl.associative_scan(so_far + tl.cumsum(counted, 0), 0, _least)
@@ -71,7 +71,7 @@ def sums_kernel(
         tl.store(BORDERS + T - 1, border)
         for done in range(0, T, CHUNK):
             t = T - CHUNK - done + index
-            closed = _load_gates(GATES, t, stride_t, T) < -LARGEST
+            closed = _load_gates(GATES, t, stride_t, T) < LOWEST
             at = tl.where(closed, t, T)
             end = tl.minimum(tl.associative_scan(at, 0, _sooner, reverse=True), border)
             tl.store(BORDERS + t - 1, end, mask=t >= 1)
@@ -92,7 +92,7 @@ def gradient_kernel(
     for done in range(0, T, CHUNK):
         t = T - CHUNK - done + index
         inside = t >= 0
-        closed = _load_gates(GATES, t, stride_t, T) < -LARGEST
+        closed = _load_gates(GATES, t, stride_t, T) < LOWEST
         grad = tl.load(GRAD + t, mask=inside, other=0.0).to(tl.float64)
         total = behind + tl.cumsum(grad, 0, reverse=True)
         tl.store(OUT + t, tl.where(closed | (t == 0), 0.0, total).to(OUT.dtype.element_ty), mask=inside)
