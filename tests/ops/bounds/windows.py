@@ -278,16 +278,15 @@ def decay() -> None:
 
 def after_a_large_fall() -> None:
     """c falls so far at once that float64 hardly tells near keys apart, and then stays: thousands of keys weigh alike
-    before one fall more, and the running sum over them must not lose any."""
+    before one fall more, and the running sum over them must not lose any. By times, as no gate lets c fall so far."""
     keys, queries, far = 3400, 160, 3000
     zeros = torch.zeros(1, 1, keys, DIM)
     for fall in (2.0**30, 2.0**44, 2.0**47, 2.0**50):
-        gates = torch.zeros(1, 1, keys, dtype=torch.float64)
-        gates[..., 100], gates[..., far] = -fall, -20.0
-        back = Case(q=zeros[:, :, :queries], k=zeros, v=zeros, log_gates=gates)
-        steps = torch.zeros_like(gates)
-        steps[..., 1:] = gates[..., 1:].flip(-1)  # a link crosses the gate of its later end
-        ahead = replace(back, log_gates=torch.zeros_like(gates), future_gates=steps, causal=False, query_start=0)
+        times = torch.zeros(keys, dtype=torch.float64)
+        times[100:] = fall
+        times[far:] += 20.0
+        back = Case(q=zeros[:, :, :queries], k=zeros, v=zeros, times=times, slopes=torch.ones(1))
+        ahead = replace(back, times=times[-1] - times.flip(0), causal=False, query_start=0)
         assert_certified(back, ahead, blocks=[1], tolerances=geometric(1e-8, 1e-6, 30))
         assert_certified(back, ahead, blocks=[128], tolerances=geometric(1e-8, 1e-6, 10))
 

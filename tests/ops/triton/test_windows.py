@@ -36,7 +36,7 @@ def test_nothing_but_what_is_not_finite(value: float) -> None:
             assert bool((kept | ~bad.seen).all())
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("packed")])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "packed" not in name])
 def test_certified_blocks_hold_what_the_kernels_visit(layout: str) -> None:
     case = layout_case(layout, tolerance=1e-2)
     visited = kept_by_forward(case) & case.seen
