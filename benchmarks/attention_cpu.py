@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measured import sources_hash
+from measured import ROOT, sources_hash
 
 import trainshort as ts
 
@@ -159,13 +159,16 @@ def line(record: dict) -> str:
 
 
 def commit() -> str:
+    """The last one, and whether anything but results has changed since."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
     except OSError:  # no git here
         return "unknown"
-    return result.stdout.strip() or "unknown"
 
 
 def about(threads: int, result: str) -> dict[str, str]:
