@@ -14,11 +14,11 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+from attention_cpu import commit
 from measured import sources_hash
 from torch import Tensor
 
@@ -155,15 +155,12 @@ def _profiled(call: Any, repeats: int = 10) -> dict[str, float]:
     }  # fmt: skip
 
 
-def about(commit: str | None) -> dict[str, str]:
-    if commit is None:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip()
+def about(measured: str | None) -> dict[str, str]:
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         "machine": machine,
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": measured or commit(),
         "sources": sources_hash("context_parallel"),
         "shapes": f"random normal, causal, {HEADS} heads, head_dim {DIM}, forward + backward",
     }

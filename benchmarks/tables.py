@@ -50,9 +50,7 @@ def attention_cpu() -> str:
             f"| {record['length']:,} | {names[record['kind']]} | {record['kept']:.1%} | "
             f"**{record['forward_speedup']:.2f}×** | **{both}** | {error:.3f} |"
         )
-    about = data["about"]
-    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, {version('attention_cpu')}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _cpu_of("attention_cpu", data, shapes=True)]) + "\n"
 
 
 def attention_cpu_beside() -> str:
@@ -64,9 +62,7 @@ def attention_cpu_beside() -> str:
         f"| {record['length']:,} | **{record['forward_speedup']:.2f}×** | **{record['both_speedup']:.2f}×** |"
         for record in data["beside"]
     ]
-    about = data["about"]
-    lines += ["", f"{about['machine']}; torch {about['torch']}, {version('attention_cpu')}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _cpu_of("attention_cpu", data)]) + "\n"
 
 
 def attention_gpu() -> str:
@@ -215,9 +211,7 @@ def models_cpu() -> str:
     for record in data["records"]:
         times = [f"{record['ms'][name]:,.1f}" if name in record["ms"] else "–" for name in methods]
         lines.append(f"| {record['question']} | {' | '.join(times)} |")
-    about = data["about"]
-    lines += ["", f"{about['machine']}; torch {about['torch']}, {version('models_cpu')}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _cpu_of("models_cpu", data)]) + "\n"
 
 
 def public_cpu() -> str:
@@ -310,9 +304,7 @@ def decay_cpu() -> str:
             f"| {record['length']:,} | {forward['slopes']:,.0f}, {both['slopes']:,.0f} | {' | '.join(shown)} | "
             f"{kept['slopes']:.1%}, {kept['FoX']:.1%} |"
         )
-    about = data["about"]
-    lines += ["", f"{about['machine']}; {about['shapes']}; torch {about['torch']}, {version('decay_cpu')}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _cpu_of("decay_cpu", data, shapes=True)]) + "\n"
 
 
 def decay_gpu() -> str:
@@ -366,6 +358,12 @@ def public_gpu() -> str:
         share = "–" if kept is None else f"{kept:.1%}"
         lines.append(f"| {record['model']} | {record['context']:,} | **{record['ms']:.2f}** | {share} |")
     return "\n".join([*lines, "", _machine_of("public_gpu", data)]) + "\n"
+
+
+def _cpu_of(name: str, data: dict, shapes: bool = False) -> str:
+    about = data["about"]
+    what = f"{about['shapes']}; " if shapes else ""
+    return f"{about['machine']}; {what}torch {about['torch']}, {version(name)}."
 
 
 def _machine_of(name: str, data: dict) -> str:
