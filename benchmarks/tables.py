@@ -191,11 +191,11 @@ def models_training() -> str:
 
 def _mfu(record: dict) -> str:
     """What the command reaches, in a line."""
+    operations, rate = f"{record['operations_per_token'] / 1e6:,.0f}", f"{record['matrix_rate'] / 1e12:.0f}"
     return (
         f"`trainshort train` with a vocabulary of {record['vocab_size']:,}, optimizer included: "
-        f"{record['tokens_per_second']:,.0f} tokens/s, at {record['operations_per_token'] / 1e6:,.0f} million "
-        f"operations a token **{record['mfu']:.0%}** of the {record['matrix_rate'] / 1e12:.0f} teraflop/s of an "
-        f"8192³ product (`{record['flags']}`)."
+        f"{record['tokens_per_second']:,.0f} tokens/s, at {operations} million operations a token, dense causal "
+        f"attention's, **{record['mfu']:.0%}** of the {rate} teraflop/s of an 8192³ product (`{record['flags']}`)."
     )
 
 
