@@ -1,6 +1,6 @@
 """Draw the charts of the docs from the measured data beside this script.
 
-python benchmarks/charts.py            # writes attention_gpu.svg, speed.svg and demo.svg into docs/
+python benchmarks/charts.py            # writes attention_gpu.svg, speed.svg, models_gpu.svg and demo.svg into docs/
 """
 
 from __future__ import annotations
@@ -115,9 +115,11 @@ def by_test_length(axes: Any, records: list[dict[str, Any]]) -> None:
     axes.set_ylabel("perplexity, lower is better")
 
 
-def label_at_end(axes: Any, place: tuple[float, float], text: str, colour: str) -> None:
+def label_at_end(
+    axes: Any, place: tuple[float, float], text: str, colour: str, offset: tuple[int, int] = (7, -3)
+) -> None:
     """The name of a line beside its last point."""
-    axes.annotate(text, place, (7, -3), textcoords="offset points", color=colour)
+    axes.annotate(text, place, offset, textcoords="offset points", color=colour)
 
 
 def by_length_in_short(axes: Any, records: list[dict[str, Any]]) -> None:
@@ -150,6 +152,71 @@ def speed_in_short(dim: int = 128) -> None:
     figure.savefig(ROOT / "docs" / "speed.svg", metadata={"Date": None}, transparent=True)
 
 
+def by_training_length(axes: Any, records: list[dict[str, Any]]) -> None:
+    """Tokens a second of whole models in training; crosses are trained weights."""
+    contenders = {"ours": ("ours", COLOURS[128], 2.6), "FlexAttention GPT": ("FlexAttention GPT", "#c98500", 1.4)}
+    random = [record for record in records if record["weights"] == "random"]
+    trained = [record for record in records if record["weights"] == "trained"]
+    lengths = [record["length"] for record in random]
+    for other, (name, colour, width) in contenders.items():
+        speeds = [record[other]["tokens_per_second"] for record in random]
+        axes.plot(lengths, speeds, "o-", color=colour, linewidth=width, markersize=4)
+        marks = [record[other]["tokens_per_second"] for record in trained]
+        axes.plot([record["length"] for record in trained], marks, "x", color=colour, markersize=8)
+        label_at_end(axes, (lengths[-1], speeds[-1]), name, colour)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, None)
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 14)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=9)
+    speeds = range(0, 700_001, 100_000)
+    axes.set_yticks(speeds, [f"{speed // 1000:,}k" if speed else "0" for speed in speeds])
+    axes.minorticks_off()
+    axes.set_xlabel("training length; crosses: trained weights")
+    axes.set_ylabel("tokens a second")
+    axes.set_title("training, 12 layers, 768 wide", fontsize=10)
+
+
+def by_context(axes: Any, records: list[dict[str, Any]]) -> None:
+    """Milliseconds of a token by what stands before it."""
+    styles = {
+        "ours, alibi": ("ours, ALiBi", COLOURS[128], 2.6),
+        "ours, rotary": ("ours, rotary", COLOURS[64], 1.4),
+        "transformers' BLOOM, static cache": ("transformers' BLOOM, static cache", "#c98500", 0),
+        "transformers' BLOOM, dynamic cache": ("transformers' BLOOM, dynamic cache", "#c98500", 0),
+    }
+    for model, (name, colour, width) in styles.items():
+        own = [record for record in records if record["model"] == model and record.get("rows") == 1]
+        own = [record for record in own if record["weights"] == "random"]
+        if not own:  # it failed
+            continue
+        contexts, times = [record["context"] for record in own], [record["ms"] for record in own]
+        axes.plot(contexts, times, "o-", color=colour, linewidth=width, markersize=4)
+        place = (7, -3) if len(own) > 1 else (-3, 8)  # a single point: above, where no line's end is named
+        label_at_end(axes, (contexts[-1], times[-1]), f"{name} {times[-1]:.2f}", colour, place)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    contexts = sorted({record["context"] for record in records if "context" in record})
+    axes.set_xlim(contexts[0] / 1.3, contexts[-1] * 16)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=9)
+    axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+    axes.set_ylim(0.5, 24)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens before it")
+    axes.set_ylabel("milliseconds a token, one row")
+    axes.set_title("one token, 24 layers, 1,024 wide", fontsize=10)
+
+
+def whole_models() -> None:
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    by_training_length(left, data["training"])
+    by_context(right, data["decoding"])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Whole models on {data['about']['machine']}, bfloat16\n{version('models_gpu')}", fontsize=9.5)
+    figure.savefig(ROOT / "docs" / "models_gpu.svg", metadata={"Date": None}, transparent=True)
+
+
 def extrapolation() -> None:
     data = json.loads((RESULTS / "demo.json").read_text())
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
@@ -180,6 +247,7 @@ def main() -> None:
     plt.rcParams.update(dict.fromkeys(inks, INK))
     speed()
     speed_in_short()
+    whole_models()
     extrapolation()
 
 

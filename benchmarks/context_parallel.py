@@ -1,7 +1,8 @@
 """What context parallelism sends, beside ring attention; how even its work is; what it costs to compute.
 
     python benchmarks/context_parallel.py [--lengths 16384 65536] [--out results.json]
-    python benchmarks/context_parallel.py --gpu            # time of the ranks' compute, one after another
+    python benchmarks/context_parallel.py --gpu            # time of the ranks' compute, one after another; a result
+                                                           # of its own, context_parallel_gpu.json
 
 Bytes are counted by planning real calls (random normal q, k and v) for ranks that are simulated in one process: what
 ranks fetch, and send back gradients of, is decided before anything is computed. Beside them stands what a formula
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +157,12 @@ def _profiled(call: Any, repeats: int = 10) -> dict[str, float]:
     }  # fmt: skip
 
 
-def about(measured: str | None) -> dict[str, str]:
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+def about(measured: str | None, gpu: bool) -> dict[str, str]:
     return {
-        "machine": machine,
+        "machine": torch.cuda.get_device_name() if gpu else platform.machine(),
         "torch": torch.__version__,
         "commit": measured or commit(),
-        "sources": sources_hash("context_parallel"),
+        "sources": sources_hash("context_parallel_gpu") if gpu else sources_hash("context_parallel"),
         "shapes": f"random normal, causal, {HEADS} heads, head_dim {DIM}, forward + backward",
     }
 
@@ -173,9 +174,11 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured (default: ask git)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {"about": about(options.commit)}
+    if options.gpu and not torch.cuda.is_available():
+        sys.exit("--gpu needs a CUDA device")
+    found: dict[str, Any] = {"about": about(options.commit, options.gpu)}
     if options.gpu:
-        found["gpu"] = [on_gpu(length) for length in options.lengths]
+        found["records"] = [on_gpu(length) for length in options.lengths]
     else:
         dtypes = (torch.bfloat16, torch.float32)
         found["records"] = [measure(length, dtype) for length in options.lengths for dtype in dtypes]

@@ -35,6 +35,7 @@ MEASURED = {  # by the name of the result's file, without its ending
     "attention_gpu": ON_GPU,
     "bounded": (*ON_CPU, *ON_GPU, *MODELS),
     "context_parallel": (*ON_CPU, "trainshort/ops/context/*.py"),
+    "context_parallel_gpu": (*ON_CPU, *ON_GPU, "trainshort/ops/context/*.py"),
     "decay_cpu": ON_CPU,
     "decay_gpu": ON_GPU,
     "demo": (*ON_CPU, *RUNS, "trainshort/evaluation/*.py", "trainshort/experiments/*.py"),
@@ -135,7 +136,7 @@ def main() -> None:
         return
     for name in results():
         fresh = about(name).get("sources") == sources_hash(name)
-        print(f"{name:<18} {about(name)['commit']}  {'fresh' if fresh else 'older than the code'}")
+        print(f"{name:<20} {about(name)['commit']}  {'fresh' if fresh else 'older than the code'}")
     if disagreements():
         sys.exit("\n".join(disagreements()))
 

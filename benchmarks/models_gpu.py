@@ -1,12 +1,16 @@
 """Whole models on a GPU: training steps, one token, prompts, endless texts; beside what users would otherwise run.
 
     python benchmarks/models_gpu.py [--out results.json] [--commit HASH] [--parts training decoding ...]
+    python benchmarks/models_gpu.py --parts mfu --data FOLDER     # as `trainshort prepare` wrote it, with a BPE
 
 Training: a plain GPT with FlexAttention's ALiBi, compiled whole, and ours with compiled blocks; float32 weights,
-bfloat16 arithmetic by autocast, forward + backward, the same tokens. Decoding: greedy tokens of a model in bfloat16,
-ours with ALiBi and with rotary positions, and transformers' BLOOM with its default and its static cache. There are
-rows on trained weights beside random ones, which flatter the windows. Limits measured in the same run: the rate of a
-large matrix product, the bandwidth of reading memory. Times are medians of whole calls, the host's part included.
+bfloat16 arithmetic by autocast, forward + backward, the same tokens. Fox: the same step of our model with forget
+gates, which begin at a bias of 0 as published, or of 5, beside ALiBi. Mfu: the command `trainshort train`, optimizer
+and data included, against the rate of a large matrix product. Decoding: greedy tokens of a model in bfloat16, ours
+with ALiBi and with rotary positions, and transformers' BLOOM with its default and its static cache. There are rows on
+trained weights beside random ones, which flatter the windows. Limits measured in the same run: the rate of a large
+matrix product, the bandwidth of reading memory. Times are medians of whole calls, the host's part included. The
+results are written after every record, so that a run that is cut off leaves what it has.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +38,27 @@ from measured import sources_hash
 from torch import Tensor
 
 import trainshort as ts
+from trainshort.models.kept import share_of_keys
 from trainshort.models.language_model import initialize
+from trainshort.training.metrics import read_metrics
+from trainshort.training.speed import operations_per_token
 
 TRAINED = {"num_layers": 12, "d_model": 768, "num_heads": 12, "vocab_size": 32768}
 DECODED = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "vocab_size": 32768}
 SEVEN_B = {"num_layers": 32, "d_model": 4096, "num_heads": 32, "vocab_size": 32768}
 TOKENS = 65536  # of a training step
-PARTS = ["training", "first_step", "decoding", "seven_b", "prefill", "bounded"]
+GATED = 4096  # the length of the part fox
+POSITIONS: list[tuple[str, dict[str, float]]] = [
+    ("alibi", {}),
+    ("fox", {"gate_bias": 0.0}),
+    ("fox", {"gate_bias": 5.0}),
+]
+RUN = "--model small-124m --length 1024 --batch-tokens 65536 --steps 150"  # of the part mfu
+OTHERS = "--warmup 10 --eval-tokens 0 --checkpoint-every 0"
+WARM = 50  # of its steps, which are not counted
+PARTS = ["training", "fox", "mfu", "first_step", "decoding", "seven_b", "prefill", "bounded"]
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = "cuda"  # a test runs some of it elsewhere
 BEGIN = time.monotonic()
 
 
@@ -88,10 +106,16 @@ def library_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(each.read_bytes() for each in files)), dtype=torch.uint8).long()
 
 
-def language_model(shape: dict[str, int], position: str = "alibi") -> ts.LanguageModel:
+def language_model(shape: dict[str, int], position: str = "alibi", **options: float) -> ts.LanguageModel:
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return ts.LanguageModel(ts.ModelConfig(position=position, **shape))
+    with torch.device(DEVICE):
+        return ts.LanguageModel(ts.ModelConfig(position=position, position_options=options, **shape))
+
+
+def batch_of(text: Tensor, length: int, generator: torch.Generator | None = None) -> Tensor:
+    """[B, length + 1]: rows of the text from random places, TOKENS targets in all."""
+    starts = torch.randint(0, len(text) - length - 1, (TOKENS // length,), device=DEVICE, generator=generator)
+    return text[starts[:, None] + torch.arange(length + 1, device=DEVICE)]
 
 
 def ours(model: ts.LanguageModel, length: int) -> tuple[ts.LanguageModel, Any]:
@@ -104,7 +128,7 @@ CONTENDERS: dict[str, Any] = {"ours": ours, "FlexAttention GPT": plain_gpt}
 
 def step_of(model: torch.nn.Module, loss: Any, tokens: Tensor) -> Callable[[], Tensor]:
     def step() -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             value = loss(tokens[:, :-1], tokens[:, 1:])
         value.backward()
         for parameter in model.parameters():
@@ -114,7 +138,7 @@ def step_of(model: torch.nn.Module, loss: Any, tokens: Tensor) -> Callable[[], T
     return step
 
 
-def training(lengths: list[int], trained_steps: int) -> list[dict[str, Any]]:
+def training(lengths: list[int], trained_steps: int) -> Iterator[list[dict[str, Any]]]:
     records = []
     text = library_text().cuda()
     source = language_model(TRAINED)
@@ -122,8 +146,7 @@ def training(lengths: list[int], trained_steps: int) -> list[dict[str, Any]]:
         if weights == "trained":
             train_a_little(source, text, trained_steps)
         for length in lengths if weights == "random" else [each for each in lengths if each in (1024, 16384)]:
-            starts = torch.randint(0, len(text) - length - 1, (TOKENS // length,), device="cuda")
-            tokens = text[starts[:, None] + torch.arange(length + 1, device="cuda")]
+            tokens = batch_of(text, length)
             record: dict[str, Any] = {"length": length, "weights": weights}
             for name, make in CONTENDERS.items():
                 torch._dynamo.reset()  # or the second length would be compiled for lengths in general
@@ -136,7 +159,59 @@ def training(lengths: list[int], trained_steps: int) -> list[dict[str, Any]]:
                 f"losses {mine['loss']:.4f} {plain['loss']:.4f}"
             )
             records.append(record)
-    return records
+            yield records
+
+
+def fox() -> Iterator[list[dict[str, Any]]]:
+    """A training step with ALiBi and with forget gates, and the share of the key blocks of a row that is visited."""
+    records: list[dict[str, Any]] = []
+    tokens = batch_of(library_text().to(DEVICE), GATED)
+    for position, options in POSITIONS:
+        torch._dynamo.reset()
+        model = language_model(TRAINED, position, **options)
+        record: dict[str, Any] = {"position": position, **options, "length": GATED}
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            record["share_of_keys"] = share_of_keys(model, tokens[:1, :-1])
+        record |= one_training(*ours(model, GATED), tokens)
+        records.append(record)
+        say(
+            f"{position} {options}: {record['tokens_per_second']:,.0f} tokens/s, "
+            f"{record['tokens_per_second'] / records[0]['tokens_per_second']:.2f}x alibi, "
+            f"{record['share_of_keys']:.1%} of the keys, {record['peak_bytes'] / 2**30:.1f} GiB"
+        )
+        yield records
+
+
+class LeftOutError(Exception):
+    """A part that cannot be measured with what is here."""
+
+
+def mfu(data: Path, rate: float, flags: str = RUN, warm: int = WARM) -> Iterator[list[dict[str, Any]]]:
+    """The command `trainshort train`: tokens a second, and the share of the matrix rate, by the run and by `rate`."""
+    if not (data / "meta.json").exists():
+        raise LeftOutError(f"there is no prepared data in {data}: write it with trainshort prepare, or give --data")
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = ["train", *flags.split(), *OTHERS.split(), "--device", DEVICE, "--data", str(data), "--out", str(run)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-m", "trainshort", *words], env=environment, check=True)
+        rows = [row for row in read_metrics(run) if "loss" in row and row["step"] >= warm]
+        model, length = ts.LanguageModel.from_pretrained(run), json.loads((run / "train.json").read_text())["length"]
+    operations = operations_per_token(model, length)
+    first, last = rows[0], rows[-1]
+    speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
+    record = {
+        "flags": f"{flags} {OTHERS}",
+        "vocab_size": model.config.vocab_size,
+        "steps": last["step"] - first["step"],
+        "tokens_per_second": speed,
+        "operations_per_token": operations,
+        "matrix_rate": rate,
+        "mfu": speed * operations / rate,
+        "mfu_of_the_run": last.get("mfu"),  # of its last seconds, by a rate that it has timed itself
+    }
+    say(f"trainshort train: {speed:,.0f} tokens/s, MFU {record['mfu']:.1%}, the run says {record['mfu_of_the_run']}")
+    yield [record]
 
 
 def one_training(model: torch.nn.Module, loss: Any, tokens: Tensor) -> dict[str, float]:
@@ -153,22 +228,21 @@ def train_a_little(model: ts.LanguageModel, text: Tensor, steps: int, length: in
     """Some steps of AdamW on Python's library, so that queries and keys are those of a model that has learned."""
     model.compile_blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    generator = torch.Generator(device="cuda").manual_seed(1)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 6e-4 * min(1.0, (step + 1) / 30)
-        starts = torch.randint(0, len(text) - length - 1, (TOKENS // length,), device="cuda", generator=generator)
-        tokens = text[starts[:, None] + torch.arange(length + 1, device="cuda")]
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        tokens = batch_of(text, length, generator)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             value = model.loss(tokens[:, :-1], tokens[:, 1:])
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    say(f"  trained {steps} steps at {length} to a loss of {float(value):.3f}")
+    say(f"  trained {steps} steps at {length} to a loss of {float(value.detach()):.3f}")
 
 
-def first_steps() -> dict[str, float]:
+def first_steps() -> Iterator[dict[str, float]]:
     """Seconds of the first training step at 1,024 in a new process with empty caches, all compiling included."""
     found = {}
     for name in CONTENDERS:
@@ -181,7 +255,7 @@ def first_steps() -> dict[str, float]:
             )
         found[name] = float(done.stdout.split()[-1])
         say(f"first step, {name}: {found[name]:.1f} s")
-    return found
+        yield found
 
 
 def first_step(name: str) -> float:
@@ -212,7 +286,7 @@ def greedy(model: ts.LanguageModel, prompt: Tensor) -> Callable[[int], object]:
     return lambda new: model.generate(prompt, max_new_tokens=new, temperature=0.0)
 
 
-def decoding(trained_steps: int) -> list[dict[str, Any]]:
+def decoding(trained_steps: int) -> Iterator[list[dict[str, Any]]]:
     records: list[dict[str, Any]] = []
 
     def add(model: str, weights: str, rows: int, context: int, seconds: float) -> None:
@@ -234,13 +308,15 @@ def decoding(trained_steps: int) -> list[dict[str, Any]]:
             for rows, context in ((1, 2048), (1, 65536), (8, 2048)):
                 prompt = text[: rows * context].view(rows, context)
                 add(f"ours, {position}", weights, rows, context, token_time(greedy(model, prompt)))
+                yield records
         del model
         fresh()
     try:
         theirs = bloom(DECODED)
     except Exception as error:
         failed("transformers' BLOOM", error)
-        return records
+        yield records
+        return
     prompt = text[:2048].view(1, -1)
     for cache in ("dynamic", "static"):
         kwargs = {} if cache == "dynamic" else {"cache_implementation": "static"}
@@ -253,10 +329,10 @@ def decoding(trained_steps: int) -> list[dict[str, Any]]:
             add(f"transformers' BLOOM, {cache} cache", "random", 1, 2048, token_time(run))
         except Exception as error:
             failed(f"transformers' BLOOM, {cache} cache", error)
-    return records
+        yield records
 
 
-def seven_b(bandwidth: float) -> list[dict[str, Any]]:
+def seven_b(bandwidth: float) -> Iterator[list[dict[str, Any]]]:
     """A model of seven billion weights: tokens a second against reading its weights once."""
     records = []
     with torch.device("meta"):
@@ -274,11 +350,11 @@ def seven_b(bandwidth: float) -> list[dict[str, Any]]:
         share = weights / seconds / bandwidth
         records.append({"context": context, "ms": seconds * 1e3, "weight_bytes": weights, "of_bandwidth": share})
         say(f"7B, one token after {context}: {seconds * 1e3:.3f} ms, {share:.1%} of the bandwidth")
-    return records
+        yield records
 
 
 @torch.no_grad()
-def prefill() -> list[dict[str, Any]]:
+def prefill() -> Iterator[list[dict[str, Any]]]:
     records = []
     model = language_model(DECODED).to(torch.bfloat16).eval()
     for length in (2048, 65536):
@@ -292,7 +368,7 @@ def prefill() -> list[dict[str, Any]]:
         seconds = seconds_of(run)
         records.append({"length": length, "seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()})
         say(f"prompt of {length}: {seconds * 1e3:.1f} ms, peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    return records
+        yield records
 
 
 @torch.no_grad()
@@ -320,7 +396,7 @@ def feed(model: ts.LanguageModel, text: Tensor, lengths: list[int]) -> list[dict
     return records
 
 
-def bounded(trained_steps: int) -> list[dict[str, Any]]:
+def bounded(trained_steps: int) -> Iterator[list[dict[str, Any]]]:
     """A million tokens in memory that does not grow, and one token after 65,536."""
     records = []
     text = library_text().cuda()
@@ -336,7 +412,7 @@ def bounded(trained_steps: int) -> list[dict[str, Any]]:
         )
         say(f"bounded, {weights}: one token after 65,536 in {seconds * 1e3:.3f} ms")
         records.append({"weights": weights, "held": held, "ms": seconds * 1e3})
-    return records
+        yield records
 
 
 def main() -> None:
@@ -345,6 +421,7 @@ def main() -> None:
     parser.add_argument("--trained-steps", type=int, default=200)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--data", type=Path, default=ROOT / "build" / "paper-data", help="of the part mfu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--first-step", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -364,27 +441,31 @@ def main() -> None:
         "sources": sources_hash("models_gpu"),
     }
     results: dict[str, Any] = {"about": about, "limits": limits()}
-    parts: dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], Iterator[Any]]] = {  # each gives all that it has found so far, after every record
         "training": lambda: training(options.lengths, options.trained_steps),
+        "fox": fox,
+        "mfu": lambda: mfu(options.data, results["limits"]["matrix_rate"]),
         "first_step": first_steps,
         "decoding": lambda: decoding(options.trained_steps),
         "seven_b": lambda: seven_b(results["limits"]["bandwidth"]),
         "prefill": prefill,
         "bounded": lambda: bounded(options.trained_steps),
     }
-    failed = []
+    wrong = []
     for name in options.parts:
         fresh()
         try:
-            results[name] = parts[name]()
+            for found in parts[name]():
+                results[name] = found
+                if options.out:
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+        except LeftOutError as error:
+            wrong.append(f"left out: {name}, as {error}")
         except Exception:  # the next parts need not suffer from it
             traceback.print_exc()
-            failed.append(name)
-            continue
-        if options.out:  # after every part, so that a run cut short leaves what it has
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+            wrong.append(f"failed: {name}")
+    if wrong:
+        sys.exit("; ".join(wrong))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,33 @@ def headline(dim: int = 128) -> str:
         f"{short['kept']:.0%}, and are {speed(short, 'FlexAttention'):.1f} times as fast as FlexAttention. "
         f"{data['about']['machine']}, head_dim {dim}, random inputs; {version('attention_gpu')}."
     )
-    return "\n".join(wrap(text, 120, break_long_words=False, break_on_hyphens=False)) + "\n"
+    return _wrapped(text)
+
+
+def headline_models() -> str:
+    """What the README says of whole models."""
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    short, *_, long = (record for record in data["training"] if record["weights"] == "random")
+    after = {record["context"]: record["ms"] for record in data["decoding"] if _is_headline(record)}
+    near, far = min(after), max(after)
+    text = (
+        f"A whole model of 12 layers trains {_ratio(short):.2f} times as fast as a compiled plain GPT with "
+        f"FlexAttention at {short['length']:,} tokens, and {_ratio(long):.1f} times at {long['length']:,}. One of 24 "
+        f"layers writes a token in {after[near]:.2f} ms after {near:,} tokens, and in {after[far]:.2f} ms after "
+        f"{far:,}. Random weights, which flatter at long texts; trained ones, and where others are close: "
+        f"[Results](docs/results.md#whole-models-on-a-gpu). {data['about']['machine']}; {version('models_gpu')}."
+    )
+    return _wrapped(text)
+
+
+def _is_headline(record: dict) -> bool:
+    return record["model"] == "ours, alibi" and record["rows"] == 1 and record["weights"] == "random"
+
+
+def _ratio(record: dict) -> float:
+    """Our tokens a second, of the plain GPT's."""
+    ratio: float = record["ours"]["tokens_per_second"] / record["FlexAttention GPT"]["tokens_per_second"]
+    return ratio
 
 
 def attention_cpu() -> str:
@@ -147,9 +173,9 @@ def models_training() -> str:
     ]
     for record in data["training"]:
         ours, plain = record["ours"], record["FlexAttention GPT"]
-        ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
         lines.append(
-            f"| {record['length']:,} | {record['weights']} | {ours['tokens_per_second']:,.0f} | **{ratio:.2f}×** | "
+            f"| {record['length']:,} | {record['weights']} | {ours['tokens_per_second']:,.0f} | "
+            f"**{_ratio(record):.2f}×** | "
             f"{ours['peak_bytes'] / 2**30:.1f} | {plain['peak_bytes'] / 2**30:.1f} |"
         )
     first = data["first_step"]
@@ -157,9 +183,40 @@ def models_training() -> str:
         "",
         f"The first step at 1,024 with empty caches takes {first['ours']:.0f} s, the plain GPT's "
         f"{first['FlexAttention GPT']:.0f} s.",
+        *(_mfu(record) for record in data.get("mfu", [])),
         _machine_of("models_gpu", data),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _mfu(record: dict) -> str:
+    """What the command reaches, in a line."""
+    operations, rate = f"{record['operations_per_token'] / 1e6:,.0f}", f"{record['matrix_rate'] / 1e12:.0f}"
+    return (
+        f"`trainshort train` with a vocabulary of {record['vocab_size']:,}, optimizer included: "
+        f"{record['tokens_per_second']:,.0f} tokens/s, at {operations} million operations a token, dense causal "
+        f"attention's, **{record['mfu']:.0%}** of the {rate} teraflop/s of an 8192³ product (`{record['flags']}`)."
+    )
+
+
+def models_fox() -> str:
+    """A training step with forget gates beside one with ALiBi."""
+    data = json.loads((RESULTS / "models_gpu.json").read_text())
+    if "fox" not in data:
+        return "Not measured yet for this version.\n"
+    lines = [
+        "| position | gates begin at a bias of | tokens/s | of alibi's | key blocks visited | peak memory, GiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["fox"]:
+        speed, bias = record["tokens_per_second"], record.get("gate_bias")
+        lines.append(
+            f"| {record['position']} | {'–' if bias is None else f'{bias:.0f}'} | {speed:,.0f} | "
+            f"**{speed / data['fox'][0]['tokens_per_second']:.2f}×** | {record['share_of_keys']:.1%} | "
+            f"{record['peak_bytes'] / 2**30:.1f} |"
+        )
+    what = f"Random weights, rows of {data['fox'][0]['length']:,} tokens."
+    return "\n".join([*lines, "", what, _machine_of("models_gpu", data)]) + "\n"
 
 
 def models_decoding() -> str:
@@ -266,6 +323,29 @@ def context_parallel() -> str:
     return "\n".join(lines) + "\n"
 
 
+def context_parallel_gpu() -> str:
+    """What four ranks compute, one after another on one GPU, beside one call for the whole sequence."""
+    data = json.loads((RESULTS / "context_parallel_gpu.json").read_text())
+    lines = [
+        "| length | one call: on the GPU, ms | by the clock | four ranks: attention kernels, ms | all kernels | "
+        "by the clock |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in data["records"]:
+        one, ranks = record["one"], record["ranks"]
+        lines.append(
+            f"| {record['length']:,} | {one['kernels']:.2f} | {one['clock']:.2f} | {ranks['attention']:.2f} "
+            f"({ranks['attention'] / one['attention']:.1f}×) | {ranks['kernels']:.1f} | **{ranks['clock']:.0f}** |"
+        )
+    about = data["about"]
+    lines += [
+        "",
+        f"All ranks together, bfloat16; {about['shapes']}; {about['machine']}; torch {about['torch']}, "
+        f"{version('context_parallel_gpu')}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def distributed(name: str = "distributed") -> str:
     if not (RESULTS / f"{name}.json").exists():
         return "Not measured yet for this version.\n"
@@ -325,6 +405,17 @@ def decay_gpu() -> str:
             f"{ms['gates, kernels'] / slopes:.2f}× | {ms['FoX']:.2f} | {kept['kept']:.1%}, "
             f"{kept['kept_backward']:.1%} |"
         )
+    ratios = {
+        name: [record["ms"][name]["both_gpu"] / record["ms"]["slopes"]["both_gpu"] for record in data["training"]]
+        for name in ("gates", "gates, kernels")
+    }
+    clock = max(record["ms"]["gates"]["both"] / record["ms"]["slopes"]["both"] for record in data["training"])
+    gates, kernels = (f"{min(each):.2f}× to {max(each):.2f}×" for each in ratios.values())
+    lines += [
+        "",
+        f"So constant gates cost {gates} of slopes with their gradient, the kernels alone {kernels}; by the clock, "
+        f"host included, up to {clock:.1f}× where calls are short.",
+    ]
     lines += ["", "| one token after 65,536, rows | slopes, µs | constant gates, µs | gates as FoX has them, µs |"]
     lines += ["| ---: | ---: | ---: | ---: |"]
     for record in data["decoding"]:
@@ -360,6 +451,10 @@ def public_gpu() -> str:
     return "\n".join([*lines, "", _machine_of("public_gpu", data)]) + "\n"
 
 
+def _wrapped(text: str) -> str:
+    return "\n".join(wrap(text, 120, break_long_words=False, break_on_hyphens=False)) + "\n"
+
+
 def _cpu_of(name: str, data: dict, shapes: bool = False) -> str:
     about = data["about"]
     what = f"{about['shapes']}; " if shapes else ""
@@ -377,10 +472,12 @@ TABLES = {
     "rivals_gpu": rivals_gpu,
     "models_cpu": models_cpu,
     "models_training": models_training,
+    "models_fox": models_fox,
     "models_decoding": models_decoding,
     "models_bounded": models_bounded,
     "attention_gpu": attention_gpu,
     "context_parallel": context_parallel,
+    "context_parallel_gpu": context_parallel_gpu,
     "decay_cpu": decay_cpu,
     "decay_gpu": decay_gpu,
     "distributed": distributed,
@@ -388,6 +485,7 @@ TABLES = {
     "decoding_gpu": decoding_gpu,
     "buckets_gpu": buckets_gpu,
     "headline": headline,
+    "headline_models": headline_models,
     "attention_cpu": attention_cpu,
     "attention_cpu_beside": attention_cpu_beside,
 }

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNRELEASED = "Unreleased"
 SHOWN = {  # what README.md shows of each result: its tables and pictures
     "attention_gpu": ("headline", "docs/speed.svg"),
+    "models_gpu": ("headline_models",),
     "demo": ("docs/demo.svg",),
 }
 

@@ -114,6 +114,19 @@ def test_a_second_call_adds_to_the_first_unless_the_code_is_another(
     assert set(json.loads((out / "speed.json").read_text())) == {"about", "two"}
 
 
+def test_what_is_cut_off_replaces_nothing_that_is_longer(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert call(driver, monkeypatch, out, "--parts", "speed:one") == 0
+    whole = json.loads((out / "speed.json").read_text())
+    (out / "speed.json").write_text(json.dumps({**whole, "two": ["two", "and more"]}))
+    assert call(driver, monkeypatch, out, "--parts", "speed:two,slow=3") == 1
+    assert json.loads((out / "speed.json").read_text())["two"] == ["two", "and more"]
+    assert call(driver, monkeypatch, out, "--parts", "speed:two") == 0
+    assert json.loads((out / "speed.json").read_text())["two"] == ["two"]
+
+
 def test_what_has_no_time_left_does_not_begin(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(driver, monkeypatch, tmp_path / "out", "--limit", "0", "--parts", "speed:one") == 1
     assert "not started" in (tmp_path / "out/summary.txt").read_text()
