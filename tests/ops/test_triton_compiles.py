@@ -193,7 +193,7 @@ def test_running_sums_of_gates(compiled: list[Any], length: int, dtype: torch.dt
     for ahead in (False, True):
         sums, _ = gate_sums.running_sums(gates, ahead)
     gate_sums.gradient(sums, gates)
-    assert len(compiled) == 3
+    assert len(compiled) == (3 if length <= gate_sums.MOST_AT_ONCE else 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

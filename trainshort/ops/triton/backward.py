@@ -30,8 +30,8 @@ from trainshort.ops.triton.tiles import (
     ROWS,
     UNIT,
     among_keys,
-    close_by,
     close_bias,
+    close_by,
     fall,
     full_bias,
     halves,
@@ -234,16 +234,16 @@ def query_kernel(
     dfuture = tl.zeros([BM], tl.float32)
     dtable = tl.zeros([NB], tl.float32)
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term,
+        mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA,
+        PRECISION, 1, DBIAS, NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term,
+        mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA,
+        PRECISION, STAGES, DBIAS, NB, DROPOUT,
     )  # fmt: skip
     close = n1
     if BIAS == DECAY and CAUSAL:
@@ -255,23 +255,23 @@ def query_kernel(
             CLOSE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
         )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, close, n2, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, close, n2, p, lo, hi, ref, anchor,
+        row_term, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED,
+        SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
-            stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
-            offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA,
-            PRECISION, STAGES, DBIAS, NB, DROPOUT,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
+            FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref,
+            anchor_ahead, row_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS,
+            CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
-            stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-            max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
-            DBIAS, NB, DROPOUT,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
+            FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref,
+            anchor, row_term, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES,
+            MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB, DROPOUT,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * scale, 0.0)
     store_rows(DQ, dq, row, dq_base, stride_dqt, nq, D, BD, BM)
@@ -303,7 +303,7 @@ def _key_range(
 ):  # fmt: skip
     """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries that look back to
     each key, or ahead to it. TERMS, anchor, own_term: of a decay, on the side of this range."""
-    tl.static_assert(BM <= UNIT)
+    tl.static_assert(SIDE != CLOSE or BM <= UNIT)
     if SIDE == CLOSE:  # the rows stand in the unit of the keys and in the next one, each counted from its unit's end
         next_unit = tl.min(j, 0) // UNIT * UNIT + UNIT
         far_end, own_end = among_keys(next_unit + UNIT - 1, nk), unit_end(next_unit - UNIT, nk)
@@ -494,19 +494,19 @@ def key_kernel(
                 n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
-                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-                    falls, rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0,
-                    n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
-                    s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES,
-                    BLIND, DBIAS, DROPOUT,
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls,
+                    rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq,
+                    nk, r0, n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance,
+                    log2_scale, s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA,
+                    PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
-                falls, rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
-                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1,
-                query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
-                DROPOUT,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead, falls,
+                rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+                r0, n1, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
+                DBIAS, DROPOUT,
             )  # fmt: skip
             m0 = n1
         if BIAS == DECAY and CAUSAL:
@@ -520,9 +520,9 @@ def key_kernel(
             m0 = close
         dk, dv, past, future = _key_range(
             dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
-            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees,
-            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM, BIAS,
-            CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j,
+            start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D,
+            BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         n3 = r1
         if GATES:  # rows behind a border see a part of these keys, those further behind none
@@ -534,16 +534,16 @@ def key_kernel(
                 r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
             dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
-            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees,
-            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM,
-            BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j,
+            start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0,
+            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
                 dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
-                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start,
-                sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD,
-                BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1,
+                j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0,
+                key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
         if DBIAS:
             sums_at = (b * H + h).to(tl.int64) * Tk + k0 + j

@@ -36,8 +36,8 @@ from trainshort.ops.triton.tiles import (
     ROWS,
     UNIT,
     among_keys,
-    close_by,
     close_bias,
+    close_by,
     full_bias,
     head_numbers,
     is_kept,
@@ -66,7 +66,7 @@ from trainshort.ops.triton.windows import (
 def key_ranges(lo, hi, some, p, max_distance, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
     """The borders k0, u0, n1, n2, u1, k1 of the five ranges for these rows, all multiples of BN. Those about the
     diagonal are multiples of UNIT under a decay, which counts a unit of keys from the end nearest to the queries."""
-    tl.static_assert(BN <= UNIT)
+    tl.static_assert(BIAS != DECAY or BN <= UNIT)
     NEAR_STEP: tl.constexpr = UNIT if BIAS == DECAY else BN
     k0 = tl.min(tl.where(some, lo, FAR)) // BN * BN
     k1 = (tl.max(tl.where(some, hi, 0)) + BN - 1) // BN * BN
@@ -163,8 +163,8 @@ def _visit(
 @triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
     Q, K, V, OUT, LSE, SEED, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, GATE_FIRST,
-    AHEAD_END, QUERY_NORM, COMMON, CENTER, NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, REACH_PAST, REACH_AHEAD,
-    FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    AHEAD_END, QUERY_NORM, COMMON, CENTER, NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD,
+    REACH_PAST, REACH_AHEAD, FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_slope, stride_level, stride_level_head, units, blocks,
@@ -280,9 +280,10 @@ def forward_kernel(
             True, False, TMA, PRECISION, near_stages, DROPOUT,
         )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, close, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale,
-        mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, near_stages, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, close, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA,
+        PRECISION, near_stages, DROPOUT,
     )  # fmt: skip
     if WINDOWS:
         near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
@@ -322,14 +323,16 @@ def forward_kernel(
         row_max -= row_term
         far_max = row_max
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA,
+        PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA,
+        PRECISION, 1, DROPOUT,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
@@ -353,16 +356,16 @@ def forward_kernel(
                 mf = mean_fall(AHEAD, near1, c1, nk)
             grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
-            nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
-            max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK,
-            TMA, PRECISION, STAGES, DROPOUT,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
+            v_base, stride_kt, stride_vt, nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead,
+            row_term_ahead, mp, mf, offset, max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS,
+            CAUSAL, FUTURE, SIDED, False, TRACK, TMA, PRECISION, STAGES, DROPOUT,
         )  # fmt: skip
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
-            nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset, max_distance,
-            log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA,
-            PRECISION, 1, DROPOUT,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
+            v_base, stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead,
+            mp, mf, offset, max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED,
+            SIDED, False, TRACK, TMA, PRECISION, 1, DROPOUT,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)

@@ -117,7 +117,14 @@ def forward_with_scratch(
     scratch = torch.empty(config.scratch_bytes, dtype=torch.uint8, device=device) if config.width else None
     launch.run(
         {
-            "Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "windows": windows, "scratch": scratch, **_falls(config),
+            "Q": q,
+            "K": k,
+            "V": v,
+            "OUT": out,
+            "LSE": lse,
+            "windows": windows,
+            "scratch": scratch,
+            **_falls(config),
             **call.values,
         }
     )
@@ -131,9 +138,7 @@ def _falls(config: Config) -> dict[str, Tensor | None]:
         return dict.fromkeys(names)
     size, device = config.batch * config.heads * config.keys + UNIT, config.features.device
     absent = "FALLS_AHEAD" if config.causal else "RESTS"
-    return {
-        name: None if name == absent else torch.empty(size, dtype=torch.float32, device=device) for name in names
-    }
+    return {name: None if name == absent else torch.empty(size, dtype=torch.float32, device=device) for name in names}
 
 
 def forward_with_visited(
