@@ -99,15 +99,28 @@ def dense_bias(length: int, slopes: Tensor) -> Call:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-def gpu_time(function: Callable[[], object], calls: int = 6) -> float:
-    """Milliseconds that the kernels of a call take, one after another, without what lies between them."""
+def kernel_times(function: Callable[[], object], calls: int = 6) -> dict[str, float]:
+    """Milliseconds that each kernel of a call takes, by name: all of its launches, without what lies between them."""
     function()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(calls):
             function()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiled.key_averages()) / calls / 1e3
+    found = {event.key: event.self_device_time_total / calls / 1e3 for event in profiled.key_averages()}
+    return {name: time for name, time in found.items() if time > 0.0}
+
+
+def gpu_time(function: Callable[[], object], calls: int = 6) -> float:
+    """Milliseconds of all kernels of a call."""
+    return sum(kernel_times(function, calls).values())
+
+
+def forward_and_backward(call: Call, tensors: list[Tensor], *learned: Tensor) -> Callable[[], object]:
+    """A call and its gradients. learned: more tensors whose gradients are asked for."""
+    q, k, v, grad = (t.detach() for t in tensors)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    return lambda: torch.autograd.grad(call(*leaves), [*leaves, *learned], grad)
 
 
 def measure(call: Call, tensors: list[Tensor], *learned: Tensor) -> dict[str, float]:
@@ -122,9 +135,7 @@ def measure(call: Call, tensors: list[Tensor], *learned: Tensor) -> dict[str, fl
     def timed(function: Callable[[], object]) -> float:
         return min(do_bench(function, warmup=8, rep=20, return_mode="median") for _ in range(3))
 
-    def both() -> object:
-        return torch.autograd.grad(call(*leaves), wanted, grad)
-
+    both = forward_and_backward(call, tensors, *learned)
     with torch.no_grad():
         times = {"forward": timed(lambda: call(*leaves)), "forward_gpu": gpu_time(lambda: call(*leaves))}
     out = call(*leaves)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import triton
-from contenders_gpu import HEADS, TOKENS, inputs, measure
+from contenders_gpu import HEADS, TOKENS, forward_and_backward, inputs, kernel_times, measure
 from measured import sources_hash
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
@@ -80,13 +80,15 @@ def training(lengths: list[int]) -> list[dict[str, Any]]:
     for dim in (64, 128):
         for length in lengths:
             tensors = inputs(length, dim)
-            record: dict[str, Any] = {"length": length, "dim": dim, "ms": {}, "kept": {}}
+            record: dict[str, Any] = {"length": length, "dim": dim, "ms": {}, "by_kernel": {}, "kept": {}}
             for name, (bias_of, learned) in contenders(tensors[0].shape[0], length).items():
 
                 def call(q: Tensor, k: Tensor, v: Tensor, bias_of: Callable[[], Bias] = bias_of) -> Tensor:
                     return ts.attention(q, k, v, bias=bias_of())
 
                 record["ms"][name] = measure(call, tensors, learned)
+                times = kernel_times(forward_and_backward(call, tensors, learned))
+                record["by_kernel"][name] = {kernel[:60]: round(ms, 4) for kernel, ms in times.items()}
                 with torch.no_grad():
                     record["kept"][name] = kept(*tensors[:2], bias_of())
             records.append(record)

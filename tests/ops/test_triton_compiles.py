@@ -167,7 +167,8 @@ def test_attention(compiled: list[Any], name: str, request: pytest.FixtureReques
     out, lse, windows = run.forward(problem)
     grad_lse = lse if case.get("lse_gradient", False) else None
     run.backward(problem, q, grad_lse, out, lse, windows, case.get("want_bias", False))
-    assert len(compiled) == (7 if isinstance(problem.bias, (LinearBias, DecayBias)) else 3)
+    kernels = {LinearBias: 7, DecayBias: 9}  # three at least; a decay is counted from ends of units, twice
+    assert len(compiled) == kernels.get(type(problem.bias), 3)
     hashing = [kernel for kernel in compiled if str(MULTIPLIERS[0]) in kernel.asm["ptx"]]
     assert len(hashing) == (3 if problem.dropout else 0), "without dropout there is nothing of it in the kernels"
 
@@ -192,7 +193,7 @@ def test_running_sums_of_gates(compiled: list[Any], length: int, dtype: torch.dt
     for ahead in (False, True):
         sums, _ = gate_sums.running_sums(gates, ahead)
     gate_sums.gradient(sums, gates)
-    assert len(compiled) == 3
+    assert len(compiled) == (3 if length <= gate_sums.MOST_AT_ONCE else 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -195,6 +195,13 @@ def extremes(place: Place) -> torch.Tensor:
     return gates
 
 
+def cliffs(place: Place) -> torch.Tensor:
+    """Gates that fall far at a few tokens, at any place of a block, and little between them."""
+    gates = random_gates(place.batch, place.heads, place.length) / 10
+    gates[:, :, [40, 41, 75, 104, 110, 141]] = torch.tensor([-1e5, -3000.0, -30.0, -300.0])[: place.heads, None]
+    return gates
+
+
 FEATURES |= {
     "gates": lambda p: {"bias": "gates"},
     "gates_long": lambda p: {"bias": "gates", "queries": 2 * p.length + 30},
@@ -222,6 +229,13 @@ FEATURES |= {
     "gates_extreme": lambda p: {"bias": "gates", "log_gates": extremes(p)},
     "gates_extreme_both_sides": lambda p: symmetric(
         bias="gates", log_gates=extremes(p), future_gates=extremes(p).flip(1)
+    ),
+    "gates_with_cliffs": lambda p: {"bias": "gates", "log_gates": cliffs(p)},
+    "gates_with_cliffs_query_start": lambda p: {
+        "bias": "gates", "queries": p.length - 83, "keys": p.length, "log_gates": cliffs(p),
+    },
+    "gates_with_cliffs_both_sides": lambda p: symmetric(
+        bias="gates", log_gates=cliffs(p), future_gates=cliffs(p).flip(2)
     ),
     "borders": lambda p: borders(p),
     "borders_both_sides": lambda p: borders(p, causal=False, future_gates=borders(p)["log_gates"].flip(1, 2)),

@@ -10,7 +10,7 @@ import torch
 from trainshort.ops import gate_sums as host
 
 
-@pytest.fixture(autouse=True, params=[16, 8192], ids=["chunks", "one chunk"])
+@pytest.fixture(autouse=True, params=[16, 2048], ids=["chunks", "one chunk"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainshort.ops.triton import gate_sums
 

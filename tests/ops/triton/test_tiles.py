@@ -10,7 +10,9 @@ from tests.ops.triton.interpreter import shipped_tiles
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", ["causal", "symmetric_steep", "bucket_symmetric", "packed"])
+@pytest.mark.parametrize("feature", ["causal", "symmetric_steep", "bucket_symmetric", "packed", "borders",
+                                     "gates_with_cliffs", "gates_with_cliffs_query_start",
+                                     "gates_with_cliffs_both_sides", "gates_packed"])  # fmt: skip
 def test_feature(feature: str) -> None:
     place = PLACES["interpreted"]
     with shipped_tiles():

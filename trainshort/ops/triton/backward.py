@@ -18,6 +18,7 @@ import triton.language as tl
 from trainshort.ops.triton.forward import key_ranges
 from trainshort.ops.triton.tiles import (
     BUCKET,
+    CLOSE,
     DECAY,
     FUTURE,
     LINEAR,
@@ -29,7 +30,11 @@ from trainshort.ops.triton.tiles import (
     ROWS,
     UNIT,
     among_keys,
+    close_bias,
+    close_by,
+    fall,
     full_bias,
+    halves,
     head_numbers,
     is_kept,
     key_term,
@@ -43,14 +48,15 @@ from trainshort.ops.triton.tiles import (
     some_sees,
     split_bias,
     store_rows,
+    unit_end,
 )
 
 
 @triton.jit
 def _query_range(
-    dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-    stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-    max_distance, log2_scale, s0, s1, key0,
+    dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b,
+    hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp,
+    mf, offset, max_distance, log2_scale, s0, s1, key0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, SIDE: tl.constexpr, SIDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, DBIAS: tl.constexpr, NB: tl.constexpr, DROPOUT: tl.constexpr,
@@ -62,15 +68,17 @@ def _query_range(
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION) * log2_scale
-        if SIDE == MASKED:
-            if BIAS != NO_BIAS:
+        if SIDE == MASKED or SIDE == CLOSE:
+            if SIDE == CLOSE:
+                s += close_bias(LEVELS, FALLS, RESTS, p, key, j, nk)
+            elif BIAS != NO_BIAS:
                 s += full_bias(
                     LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
                 )
             s -= lse[:, None]
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
         elif BIAS == DECAY:
-            column = key_term(LEVELS, AHEAD, j, nk, anchor, SIDE)
+            column = key_term(LEVELS, AHEAD, FALLS, FALLS_AHEAD, key, j, nk, anchor, SIDE)
             s += column[None, :]
             s += (row_term - lse)[:, None]
         else:
@@ -83,7 +91,7 @@ def _query_range(
             kept = is_kept(s0[:, None], s1[:, None], (key0 + j)[None, :], DROPOUT)
             dp = tl.where(kept, dp * (ONE / (ONE - DROPOUT)), 0.0)
         ds = w * (dp - delta[:, None])
-        if SIDE == MASKED:  # a weight of zero times a value that is not finite
+        if SIDE == MASKED or SIDE == CLOSE:  # a weight of zero times a value that is not finite
             ds = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), ds, 0.0)
             if SIDED:
                 k = tl.where(some_sees(j, start, nq, nk, sees)[:, None], k, 0.0).to(k.dtype)
@@ -107,7 +115,7 @@ def _query_range(
                     later = j[None, :] > p[:, None]
                     dpast += tl.sum(tl.where(later, 0.0, ds), 1)
                     dfuture += tl.sum(tl.where(later, ds, 0.0), 1)
-            elif SIDE == MASKED:
+            elif SIDE == MASKED or SIDE == CLOSE:
                 bias = full_bias(
                     LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
                 )
@@ -131,8 +139,8 @@ def _query_range(
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def query_kernel(
     Q, K, V, DO, OUT, LSE, DLSE, DELTA, SEED, TERMS, TERMS_AHEAD, DQ, DSLOPES, DFUTURES, DTABLE, ROW_SUMS,
-    ROW_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, SEQ,
-    BLOCKS, ORDER, UNIT0,
+    ROW_SUMS_AHEAD, SLOPES, FUTURES, SEES, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, GATE_FIRST,
+    AHEAD_END, FIRST, LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
@@ -169,8 +177,13 @@ def query_kernel(
     if BIAS == DECAY:
         level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
         LEVELS += level_at
-        if not CAUSAL:
+        fall_at = (b * H + h).to(tl.int64) * Tk + k0
+        FALLS += fall_at
+        if CAUSAL:
+            RESTS += fall_at
+        else:
             AHEAD += level_at
+            FALLS_AHEAD += fall_at
         if GATES:
             GATE_FIRST += level_at
         if GATES and not CAUSAL:
@@ -221,35 +234,44 @@ def query_kernel(
     dfuture = tl.zeros([BM], tl.float32)
     dtable = tl.zeros([NB], tl.float32)
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term,
+        mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA,
+        PRECISION, 1, DBIAS, NB, DROPOUT,
     )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA, PRECISION, STAGES,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u0, n1, p, lo, hi, ref, anchor, row_term,
+        mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, PAST, SIDED, TMA,
+        PRECISION, STAGES, DBIAS, NB, DROPOUT,
     )  # fmt: skip
+    close = n1
+    if BIAS == DECAY and CAUSAL:
+        close = tl.where(close_by(LEVELS, n1, start + row + BM, nk), n2, n1)
+        dq, dpast, dfuture, dtable = _query_range(
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
+            FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, n1, close, p, lo, hi, ref,
+            anchor, row_term, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES,
+            CLOSE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
+        )  # fmt: skip
     dq, dpast, dfuture, dtable = _query_range(
-        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-        stride_kt, stride_vt, nk, nq, start, sees, n1, n2, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-        max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, STAGES,
-        DBIAS, NB, DROPOUT,
+        dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD,
+        b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, close, n2, p, lo, hi, ref, anchor,
+        row_term, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED,
+        SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
     )  # fmt: skip
     if not CAUSAL:
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-            stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf,
-            offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, FUTURE, SIDED, TMA,
-            PRECISION, STAGES, DBIAS, NB, DROPOUT,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
+            FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, n2, u1, p, lo, hi, ref,
+            anchor_ahead, row_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS,
+            CAUSAL, GATES, FUTURE, SIDED, TMA, PRECISION, STAGES, DBIAS, NB, DROPOUT,
         )  # fmt: skip
         dq, dpast, dfuture, dtable = _query_range(
-            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, b, hk, k_base, v_base,
-            stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
-            max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES, MASKED, SIDED, TMA, PRECISION, 1,
-            DBIAS, NB, DROPOUT,
+            dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
+            FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref,
+            anchor, row_term, mp, mf, offset, max_distance, log2_scale, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, GATES,
+            MASKED, SIDED, TMA, PRECISION, 1, DBIAS, NB, DROPOUT,
         )  # fmt: skip
     dq = tl.where(some[:, None], dq * scale, 0.0)
     store_rows(DQ, dq, row, dq_base, stride_dqt, nq, D, BD, BM)
@@ -272,8 +294,8 @@ def query_kernel(
 
 @triton.jit
 def _key_range(
-    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END,
-    b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
+    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, LINE, LEVELS, AHEAD, FALLS, RESTS, GATE_FIRST,
+    AHEAD_END, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, first, end, j, start, sees, ref,
     anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     GATES: tl.constexpr, WINDOWS: tl.constexpr, SIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -281,15 +303,21 @@ def _key_range(
 ):  # fmt: skip
     """Take in the query tiles of one range. past, future: of gates, sums of ds over the queries that look back to
     each key, or ahead to it. TERMS, anchor, own_term: of a decay, on the side of this range."""
+    tl.static_assert(SIDE != CLOSE or BM <= UNIT)
+    if SIDE == CLOSE:  # the rows stand in the unit of the keys and in the next one, each counted from its unit's end
+        next_unit = tl.min(j, 0) // UNIT * UNIT + UNIT
+        far_end, own_end = among_keys(next_unit + UNIT - 1, nk), unit_end(next_unit - UNIT, nk)
+        step, step_rest = halves(tl.load(LEVELS + far_end) - tl.load(LEVELS + own_end))
+        own, own_rest = tl.load(FALLS + j)[:, None], tl.load(RESTS + j)[:, None]
     for row in tl.range(first, end, BM, num_stages=STAGES):
         r = row + tl.arange(0, BM)
         p = position(start, r, nk, max_distance, CAUSAL)
         q = load_rows(Q, b, h, row, q_base, stride_qt, nq, D, BD, BM, TMA)
         do = load_rows(DO, b, h, row, do_base, stride_dot, nq, D, BD, BM, TMA)
-        if BIAS != DECAY or SIDE == MASKED:
+        if BIAS != DECAY or SIDE == MASKED or SIDE == CLOSE:
             lse = tl.load(LSE + at + r, mask=r < nq, other=float("inf"))
         delta = tl.load(DELTA + at + r, mask=r < nq, other=0.0)
-        if SIDE == MASKED:
+        if SIDE == MASKED or SIDE == CLOSE:
             lo, hi, some = sight(
                 r, nq, nk, start, sees, FIRST, LAST, unit0, GATE_FIRST, AHEAD_END, k0, CAUSAL, WINDOWS, GATES
             )
@@ -297,9 +325,17 @@ def _key_range(
                 q = tl.where(some[:, None], q, 0.0).to(q.dtype)
                 do = tl.where(some[:, None], do, 0.0).to(do.dtype)
         s = tl.dot(k, q.T, input_precision=PRECISION) * log2_scale  # [BN, BM]
-        if SIDE == MASKED:
+        if SIDE == MASKED or SIDE == CLOSE:
             seen = (j[:, None] >= lo[None, :]) & (j[:, None] < hi[None, :]) & some[None, :]
-            if BIAS != NO_BIAS:
+            if SIDE == CLOSE:
+                at_key = among_keys(p, nk)
+                fallen, rest = tl.zeros_like(r).to(tl.float32), tl.zeros_like(r).to(tl.float32)
+                if row >= 0:
+                    fallen, rest = tl.load(FALLS + at_key), tl.load(RESTS + at_key)
+                fallen = tl.where(at_key >= next_unit, step, 0.0) - fallen
+                rest = tl.where(at_key >= next_unit, step_rest, 0.0) - rest
+                s += (own + fallen[None, :]) + (own_rest + rest[None, :])
+            elif BIAS != NO_BIAS:
                 s += full_bias(
                     LINE, LEVELS, AHEAD, p[None, :], j[:, None], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
                 )
@@ -327,7 +363,7 @@ def _key_range(
         if DROPOUT > 0:
             dp = tl.where(kept, dp * (ONE / (ONE - DROPOUT)), 0.0)
         ds = w * (dp - delta[None, :])
-        if SIDE == MASKED:
+        if SIDE == MASKED or SIDE == CLOSE:
             ds = tl.where(seen, ds, 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if DBIAS:
@@ -360,7 +396,7 @@ def _rows_up_to(BORDERS, limit, first, end, start, nk):
 @triton.jit(do_not_specialize=["start", "stride_window"])
 def key_kernel(
     Q, K, V, DO, LSE, DELTA, SEED, TERMS, TERMS_AHEAD, DK, DV, COLUMN_SUMS, COLUMN_SUMS_AHEAD, SLOPES, FUTURES, SEES,
-    LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
+    LINE, LEVELS, AHEAD, FALLS, RESTS, GATE_FIRST, AHEAD_END, FIRST, LAST, UNTIL, SINCE, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
@@ -402,21 +438,25 @@ def key_kernel(
         if BIAS == BUCKET:
             line += h * (2 * max_distance + 1)
         levels, ahead, gate_first, ahead_end = LEVELS, AHEAD, GATE_FIRST, AHEAD_END
+        falls, rests = FALLS, RESTS
         anchor, own_term, anchor_ahead, own_term_ahead = 0.0, 0.0, 0.0, 0.0
         if BIAS == DECAY:
             level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
             levels += level_at
-            if not CAUSAL:
+            if CAUSAL:
+                falls += (b * H + h).to(tl.int64) * Tk + k0
+                rests += (b * H + h).to(tl.int64) * Tk + k0
+            else:
                 ahead += level_at
             if GATES:
                 gate_first += level_at
             if GATES and not CAUSAL:
                 ahead_end += level_at
             anchor = tl.load(levels + key_last)
-            own_term = key_term(levels, ahead, j, nk, anchor, PAST)
+            own_term = -fall(levels, j, nk, anchor)
             if not CAUSAL:
                 anchor_ahead = tl.load(ahead + key)
-                own_term_ahead = key_term(levels, ahead, j, nk, anchor_ahead, FUTURE)
+                own_term_ahead = fall(ahead, j, nk, anchor_ahead)
         past = tl.zeros([BN], tl.float32)
         future = tl.zeros([BN], tl.float32)
         s0, s1, query0, key0 = 0, 0, 0, 0
@@ -454,46 +494,56 @@ def key_kernel(
                 n0 = tl.minimum((sees_all + BM - 1) // BM * BM, n1)
                 r0 = sees_some // BM * BM
                 dk, dv, past, future = _key_range(
-                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead,
-                    gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0,
-                    n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
-                    s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES,
-                    BLIND, DBIAS, DROPOUT,
+                    dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls,
+                    rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq,
+                    nk, r0, n0, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance,
+                    log2_scale, s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA,
+                    PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
                 )  # fmt: skip
                 r0 = n0
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead,
-                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, r0, n1, j,
-                start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale, s0, s1,
-                query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND, DBIAS,
-                DROPOUT,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS_AHEAD, FIRST, LAST, line, levels, ahead, falls,
+                rests, gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk,
+                r0, n1, j, start, sees, key, anchor_ahead, own_term_ahead, mp, mf, offset, max_distance, log2_scale,
+                s0, s1, query0, key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, FUTURE, TMA, PRECISION, STAGES, BLIND,
+                DBIAS, DROPOUT,
             )  # fmt: skip
             m0 = n1
+        if BIAS == DECAY and CAUSAL:
+            close = tl.where(close_by(levels, key, start + n2, nk), n2, m0)
+            dk, dv, past, future = _key_range(
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, close,
+                j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0,
+                D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, CLOSE, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            )  # fmt: skip
+            m0 = close
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
-            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j, start, sees,
-            key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM, BIAS,
-            CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, m0, n2, j,
+            start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D,
+            BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         n3 = r1
         if GATES:  # rows behind a border see a part of these keys, those further behind none
             rows = tl.minimum(r1, nq)
-            sees_all = _rows_up_to(gate_first, k0 + key, n2, rows, start, nk)
-            sees_some = _rows_up_to(gate_first, k0 + key_last, sees_all, rows, start, nk)
-            n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
-            r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
+            if tl.load(gate_first + among_keys(start + rows - 1, nk)) > k0 + key:  # there is one
+                sees_all = _rows_up_to(gate_first, k0 + key, n2, rows, start, nk)
+                sees_some = _rows_up_to(gate_first, k0 + key_last, sees_all, rows, start, nk)
+                n3 = tl.where(sees_all < rows, sees_all // BM * BM, r1)
+                r1 = tl.where(sees_some < rows, (sees_some + BM - 1) // BM * BM, r1)
         dk, dv, past, future = _key_range(
-            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
-            ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j, start, sees,
-            key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD, BM,
-            BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+            dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
+            gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n2, n3, j,
+            start, sees, key + BN, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0,
+            D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, PAST, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
         )  # fmt: skip
         if GATES:
             dk, dv, past, future = _key_range(
-                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, gate_first,
-                ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1, j, start,
-                sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0, key0, D, BD,
-                BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
+                dk, dv, past, future, k, v, Q, DO, LSE, DELTA, TERMS, FIRST, LAST, line, levels, ahead, falls, rests,
+                gate_first, ahead_end, b, h, q_base, do_base, at, stride_qt, stride_dot, unit0, k0, nq, nk, n3, r1,
+                j, start, sees, key, anchor, own_term, mp, mf, offset, max_distance, log2_scale, s0, s1, query0,
+                key0, D, BD, BM, BIAS, CAUSAL, GATES, WINDOWS, MASKED, TMA, PRECISION, STAGES, BLIND, DBIAS, DROPOUT,
             )  # fmt: skip
         if DBIAS:
             sums_at = (b * H + h).to(tl.int64) * Tk + k0 + j

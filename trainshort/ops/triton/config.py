@@ -192,13 +192,15 @@ class Config:
             **strides("o", out),
             TRACK=track and self.width > 0,
         )
+        falls = self._falls()
         if self.width == 0:
-            return [attention]
+            return [*falls, attention]
         sequences = (self.sequences, self.kv_heads, 1)
         blocks = (self.key_blocks, self.batch, self.kv_heads)
         few = {"num_warps": 4}
         scan = {"num_warps": 4 if self.values["TOGETHER"] >= 512 else 1}
         kernels = [
+            *falls,
             Kernel(windows.sample_kernel, sequences, self.values, few),
             Kernel(windows.bounds_kernel, blocks, self.values, few, self._shapes({"K": ROWS} if self.tma else {})),
             Kernel(windows.largest_kernel, sequences, self.values, scan),
@@ -215,6 +217,7 @@ class Config:
         tma = self.tma and can_describe(grad)
         by_query, by_key = self.tiles["queries"], self.tiles["keys"]
         return [
+            *self._falls(),
             self._attention(
                 backward.query_kernel,
                 (self.blocks * (ROWS // by_query.rows), self.batch, self.heads),
@@ -239,6 +242,12 @@ class Config:
                 ORDERED=self.values["ORDERED"] and self.group == 1,
             ),
         ]
+
+    def _falls(self) -> list[Kernel]:
+        if self.features.bias != DECAY:
+            return []
+        grid = (self.key_blocks, self.batch, self.heads)
+        return [Kernel(windows.falls_kernel, grid, self.values, {"num_warps": ROWS // 32})]
 
     def _attention(
         self, function: Any, grid: tuple[int, int, int], tiles: Tiles, rows: Mapping[str, int], **values: Any
@@ -327,6 +336,7 @@ def decoding_kernels(
         "PRECISION": options.precision,
         "STAGES": 1 if wide else 3,
         "CHUNK": options.chunk,
+        "ALONE": group * queries == 1,
     }
     warps = {"num_warps": 4}
     return [

@@ -21,17 +21,26 @@ PROBES = tl.constexpr(32)
 
 
 @triton.jit
-def units_beyond(LEVELS, level_at, level, fall, units, rows):
-    """How many units, of so many, end with keys whose c lies `fall` or more above `level`; c never rises. By row."""
+def probed(LEVELS, level_at, level, found, span, units, rows):
+    """Of every so many-th unit from `found` on, whose last keys are looked at: which there are, and how far above
+    `level` their c lies. By row."""
+    probe = found[:, None] + (tl.arange(0, PROBES) + 1)[None, :] * ((span + PROBES - 1) // PROBES)
+    inside = rows[:, None] & (probe <= units)
+    return inside, tl.load(LEVELS + level_at[:, None] + probe * UNIT - 1, mask=inside, other=0.0) - level[:, None]
+
+
+@triton.jit
+def units_beyond(LEVELS, level_at, level, fall, units, rows, looked, above):
+    """How many units, of so many, end with keys whose c lies `fall` or more above `level`; c never rises. By row.
+    looked, above: of the first look, which needs no `fall` and so can be taken before it is known."""
     found = tl.zeros_like(level_at).to(tl.int32)
     span = units
     while span > 0:  # the answer is one of [found, found + span]
         step = (span + PROBES - 1) // PROBES
-        probe = found[:, None] + (tl.arange(0, PROBES) + 1)[None, :] * step
-        inside = rows[:, None] & (probe <= units)
-        above = tl.load(LEVELS + level_at[:, None] + probe * UNIT - 1, mask=inside, other=0.0) - level[:, None]
-        found += step * tl.sum((inside & (above >= fall[:, None])).to(tl.int32), 1)
+        found += step * tl.sum((looked & (above >= fall[:, None])).to(tl.int32), 1)
         span = step - 1
+        if span > 0:
+            looked, above = probed(LEVELS, level_at, level, found, span, units, rows)
     return found
 
 
@@ -42,7 +51,7 @@ def split_kernel(
     stride_nb, stride_nh, stride_slope, stride_level, stride_level_head, H, group, Tq, max_distance,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATES: tl.constexpr,
     WINDOWS: tl.constexpr, RAGGED: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     hk = tl.program_id(1)
@@ -75,6 +84,9 @@ def split_kernel(
     if WINDOWS:
         nearest = tl.minimum(p, nk - 1)
         seen = rows & (nearest >= 0)
+        if BIAS == DECAY:
+            units = end // UNIT
+            looked, above = probed(LEVELS, level_at, level, i * 0, units, units, seen)
         k_at = nearest.to(tl.int64) * stride_kt
         own = tl.load(K + k_base + k_at[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
         wide = q.to(tl.float32)
@@ -91,7 +103,7 @@ def split_kernel(
         if BIAS == DECAY:
             fall = x * (norm + D * UNDERFLOW) * slack - near + budget + tl.log(nk.to(tl.float32)) + 0.01
             fall = tl.where((fall > 0.0) & (fall < 1e30), fall, float("inf"))  # NaN compares false
-            beyond = units_beyond(LEVELS, level_at, level, fall.to(tl.float64), end // UNIT, seen)
+            beyond = units_beyond(LEVELS, level_at, level, fall.to(tl.float64), units, seen, looked, above)
             lowest = tl.min(tl.where(seen, beyond * UNIT, FAR), 0)
             first = tl.maximum(first, tl.where(odd > 0, 0, tl.minimum(lowest, end) // UNIT * UNIT))
         else:
@@ -120,7 +132,10 @@ def split_kernel(
         if BIAS == BUCKET:
             line = tl.minimum(tl.maximum(away, -max_distance), max_distance) + max_distance
             s += tl.load(LINE + (h * (2 * max_distance + 1))[:, None] + line, mask=rows[:, None], other=0.0)
-        if BIAS == DECAY:
+        if BIAS == DECAY and ALONE:
+            c = tl.load(LEVELS + tl.min(level_at, 0) + j, mask=j < end, other=0.0)
+            s += ((tl.sum(level, 0) - c).to(tl.float32) * LOG2E)[None, :]  # other rows have a level of 0
+        elif BIAS == DECAY:
             of_key = rows[:, None] & (j < end)[None, :]
             c = tl.load(LEVELS + level_at[:, None] + j[None, :], mask=of_key, other=0.0)
             s += (level[:, None] - c).to(tl.float32) * LOG2E

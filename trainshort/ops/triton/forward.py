@@ -21,6 +21,7 @@ import triton.language as tl
 
 from trainshort.ops.triton.tiles import (
     BUCKET,
+    CLOSE,
     DECAY,
     FAR,
     FUTURE,
@@ -35,6 +36,8 @@ from trainshort.ops.triton.tiles import (
     ROWS,
     UNIT,
     among_keys,
+    close_bias,
+    close_by,
     full_bias,
     head_numbers,
     is_kept,
@@ -61,14 +64,17 @@ from trainshort.ops.triton.windows import (
 
 @triton.jit
 def key_ranges(lo, hi, some, p, max_distance, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr):
-    """The borders k0, u0, n1, n2, u1, k1 of the five ranges for these rows, all multiples of BN."""
+    """The borders k0, u0, n1, n2, u1, k1 of the five ranges for these rows, all multiples of BN. Those about the
+    diagonal are multiples of UNIT under a decay, which counts a unit of keys from the end nearest to the queries."""
+    tl.static_assert(BIAS != DECAY or BN <= UNIT)
+    NEAR_STEP: tl.constexpr = UNIT if BIAS == DECAY else BN
     k0 = tl.min(tl.where(some, lo, FAR)) // BN * BN
     k1 = (tl.max(tl.where(some, hi, 0)) + BN - 1) // BN * BN
     k0 = tl.minimum(k0, k1)
     near = max_distance if BIAS == BUCKET else 0
     p_first = tl.min(tl.where(some, p, FAR))
     n1 = tl.minimum(tl.min(tl.where(some, hi, FAR)), p_first + 1 - near)
-    n1 = tl.minimum(tl.maximum(n1 // BN * BN, k0), k1)
+    n1 = tl.minimum(tl.maximum(n1 // NEAR_STEP * NEAR_STEP, k0), k1)
     n1 = tl.where(n1 < 0, 0, n1)
     u0 = (tl.max(tl.where(some, lo, 0)) + BN - 1) // BN * BN
     u0 = tl.minimum(u0, n1)
@@ -76,7 +82,7 @@ def key_ranges(lo, hi, some, p, max_distance, BN: tl.constexpr, BIAS: tl.constex
         n2, u1 = k1, k1
     else:
         p_last = tl.max(tl.where(some, p, -FAR))
-        n2 = (tl.maximum(p_last + 1 + near, 0) + BN - 1) // BN * BN
+        n2 = (tl.maximum(p_last + 1 + near, 0) + NEAR_STEP - 1) // NEAR_STEP * NEAR_STEP
         n2 = tl.minimum(tl.maximum(n2, n1), k1)
         u1 = tl.min(tl.where(some, hi, FAR)) // BN * BN
         u1 = tl.minimum(tl.maximum(u1, n2), k1)
@@ -92,9 +98,9 @@ def mean_fall(LEVELS, first, end, nk):
 
 @triton.jit
 def _visit(
-    acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq,
-    start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass, grow,
-    s0, s1, key0,
+    acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+    stride_kt, stride_vt, nk, nq, start, sees, first, end, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+    max_distance, log2_scale, mass, grow, s0, s1, key0,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     SIDE: tl.constexpr, SIDED: tl.constexpr, DOWN: tl.constexpr, TRACK: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, DROPOUT: tl.constexpr,
@@ -108,18 +114,20 @@ def _visit(
         j = key + tl.arange(0, BN)
         k = load_rows(K, b, hk, key, k_base, stride_kt, nk, D, BD, BN, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION) * log2_scale
-        if SIDE == MASKED or SIDE == NEAR:
-            if CAUSAL and BIAS == LINEAR and SIDE == MASKED:
+        if SIDE == MASKED or SIDE == NEAR or SIDE == CLOSE:
+            if SIDE == CLOSE:
+                s += close_bias(LEVELS, FALLS, RESTS, p, key, j, nk)
+            elif CAUSAL and BIAS == LINEAR and SIDE == MASKED:
                 s += (mp * (j - ref).to(tl.float32))[None, :]
             elif CAUSAL and BIAS == DECAY and SIDE == MASKED:
-                s += key_term(LEVELS, AHEAD, j, nk, anchor, PAST)[None, :]
+                s += key_term(LEVELS, AHEAD, FALLS, FALLS_AHEAD, key, j, nk, anchor, PAST)[None, :]
             elif BIAS != NO_BIAS:
                 s += full_bias(
                     LINE, LEVELS, AHEAD, p[:, None], j[None, :], nk, mp, mf, offset, max_distance, BIAS, CAUSAL
                 )
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None]), s, -float("inf"))
         elif BIAS == DECAY:
-            s += key_term(LEVELS, AHEAD, j, nk, anchor, SIDE)[None, :]
+            s += key_term(LEVELS, AHEAD, FALLS, FALLS_AHEAD, key, j, nk, anchor, SIDE)[None, :]
             if not CAUSAL:
                 s += row_term[:, None]
         else:
@@ -145,7 +153,7 @@ def _visit(
             w = tl.where(is_kept(s0[:, None], s1[:, None], (key0 + j)[None, :], DROPOUT), w, 0.0)
         acc = acc * fade[:, None]
         v = load_rows(V, b, hk, key, v_base, stride_vt, nk, D, BD, BN, TMA)
-        if SIDED and (SIDE == MASKED or SIDE == NEAR):  # a weight of zero times a value that is not finite
+        if SIDED and SIDE != PAST and SIDE != FUTURE:  # a weight of zero times a value that is not finite
             v = tl.where(some_sees(j, start, nq, nk, sees)[:, None], v, 0.0).to(v.dtype)
         acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = top
@@ -154,9 +162,9 @@ def _visit(
 
 @triton.jit(do_not_specialize=["start", "units", "blocks"])
 def forward_kernel(
-    Q, K, V, OUT, LSE, SEED, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, GATE_FIRST, AHEAD_END, QUERY_NORM, COMMON,
-    CENTER, NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD, REACH_PAST, REACH_AHEAD,
-    FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
+    Q, K, V, OUT, LSE, SEED, SLOPES, FUTURES, SEES, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, GATE_FIRST,
+    AHEAD_END, QUERY_NORM, COMMON, CENTER, NORM, PASTS, AHEADS, NORM_PAST, MOST_PAST, NORM_AHEAD, MOST_AHEAD,
+    REACH_PAST, REACH_AHEAD, FROM, TO, FOUND_FIRST, FOUND_LAST, SEQ, BLOCKS, ORDER, UNIT0,
     start, log2_scale, scale, budget, mass,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot, stride_slope, stride_level, stride_level_head, units, blocks,
@@ -191,8 +199,13 @@ def forward_kernel(
     if BIAS == DECAY:  # of this head, from the first key of the sequence on
         level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
         LEVELS += level_at
-        if not CAUSAL:
+        fall_at = (b * H + h).to(tl.int64) * Tk + k0
+        FALLS += fall_at
+        if CAUSAL:
+            RESTS += fall_at
+        else:
             AHEAD += level_at
+            FALLS_AHEAD += fall_at
         if GATES:
             GATE_FIRST += level_at
         if GATES and not CAUSAL:
@@ -255,10 +268,22 @@ def forward_kernel(
     if DROPOUT > 0:
         s0, s1, query0, key0 = head_numbers(SEED, b, h, H, q0, k0, PART)
         s0, s1 = query_numbers(s0, s1, query0 + r)
+    # What is read of a decay takes shared memory too, and the programs of an SM have just enough.
+    near_stages: tl.constexpr = min(STAGES, 2) if BIAS == DECAY else STAGES
+    close = near0
+    if BIAS == DECAY and CAUSAL:
+        close = tl.where(close_by(LEVELS, near0, start + row + BM, nk), near1, near0)
+        acc, l, row_max, rest, found = _visit(
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
+            v_base, stride_kt, stride_vt, nk, nq, start, sees, near0, close, p, lo, hi, ref, anchor, row_term, mp,
+            mf, offset, max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, CLOSE, SIDED,
+            True, False, TMA, PRECISION, near_stages, DROPOUT,
+        )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, near0, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale,
-        mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA, PRECISION, STAGES, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, close, near1, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, NEAR, SIDED, True, False, TMA,
+        PRECISION, near_stages, DROPOUT,
     )  # fmt: skip
     if WINDOWS:
         near = (row_max + tl.log2(l)) * 0.6931471805599453 - centered
@@ -298,14 +323,16 @@ def forward_kernel(
         row_max -= row_term
         far_max = row_max
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA, PRECISION, STAGES, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, u0, near0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, PAST, SIDED, True, TRACK, TMA,
+        PRECISION, STAGES, DROPOUT,
     )  # fmt: skip
     acc, l, row_max, rest, found = _visit(
-        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk,
-        nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset, max_distance, log2_scale, mass,
-        grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA, PRECISION, 1, DROPOUT,
+        acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base, v_base,
+        stride_kt, stride_vt, nk, nq, start, sees, c0, u0, p, lo, hi, ref, anchor, row_term, mp, mf, offset,
+        max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, True, TRACK, TMA,
+        PRECISION, 1, DROPOUT,
     )  # fmt: skip
     if CAUSAL and BIAS == LINEAR:
         row_max = tl.where(row_max == far_max, near_max, row_max - mp * after)
@@ -329,16 +356,16 @@ def forward_kernel(
                 mf = mean_fall(AHEAD, near1, c1, nk)
             grow = 1.75 / (1.0 - tl.exp2(-mf * BN))
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
-            nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset,
-            max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, FUTURE, SIDED, False, TRACK,
-            TMA, PRECISION, STAGES, DROPOUT,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
+            v_base, stride_kt, stride_vt, nk, nq, start, sees, near1, u1, p, lo, hi, ref, anchor_ahead,
+            row_term_ahead, mp, mf, offset, max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS,
+            CAUSAL, FUTURE, SIDED, False, TRACK, TMA, PRECISION, STAGES, DROPOUT,
         )  # fmt: skip
         acc, l, row_max, rest, found = _visit(
-            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt,
-            nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead, mp, mf, offset, max_distance,
-            log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED, SIDED, False, TRACK, TMA,
-            PRECISION, 1, DROPOUT,
+            acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
+            v_base, stride_kt, stride_vt, nk, nq, start, sees, u1, c1, p, lo, hi, ref, anchor_ahead, row_term_ahead,
+            mp, mf, offset, max_distance, log2_scale, mass, grow, s0, s1, key0, D, BD, BN, BIAS, CAUSAL, MASKED,
+            SIDED, False, TRACK, TMA, PRECISION, 1, DROPOUT,
         )  # fmt: skip
         if TRACK:
             most = tl.max(tl.where(some, found, 0).reshape(BM // G, G), 1)

@@ -116,9 +116,29 @@ def forward_with_scratch(
     launch = CACHE.get(key) or CACHE.put(key, Launch(config.forward_kernels(out, track), config.slices))
     scratch = torch.empty(config.scratch_bytes, dtype=torch.uint8, device=device) if config.width else None
     launch.run(
-        {"Q": q, "K": k, "V": v, "OUT": out, "LSE": lse, "windows": windows, "scratch": scratch, **call.values}
+        {
+            "Q": q,
+            "K": k,
+            "V": v,
+            "OUT": out,
+            "LSE": lse,
+            "windows": windows,
+            "scratch": scratch,
+            **_falls(config),
+            **call.values,
+        }
     )
     return out, lse, windows, scratch
+
+
+def _falls(config: Config) -> dict[str, Tensor | None]:
+    """Room for what `falls_kernel` writes, and a unit behind it: tiles are read whole."""
+    names = ("FALLS", "RESTS", "FALLS_AHEAD")
+    if config.features.bias != DECAY:
+        return dict.fromkeys(names)
+    size, device = config.batch * config.heads * config.keys + UNIT, config.features.device
+    absent = "FALLS_AHEAD" if config.causal else "RESTS"
+    return {name: None if name == absent else torch.empty(size, dtype=torch.float32, device=device) for name in names}
 
 
 def forward_with_visited(
@@ -185,7 +205,8 @@ def backward(
             launch = CACHE.put(key, Launch(kernels, slices))
         launch.run({
             "Q": q, "K": k, "V": v, "DO": grad, "OUT": out, "LSE": lse, "DELTA": torch.empty_like(lse),
-            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_terms(config, lse), **partials, **call.values,
+            "DQ": dq, "DK": dk, "DV": dv, "windows": windows, **_falls(config), **_terms(config, lse),
+            **partials, **call.values,
             "DLSE": None if grad_lse is None else _aligned(grad_lse),
         })  # fmt: skip
     return dq, dk, dv, _summed(call, config, partials) if want_bias else None

@@ -27,6 +27,9 @@ is None:
     SLOPES FUTURES  [H] or [B, H] (stride_slope = H), of past and future
     LINE BUCKETS    of a BucketBias, by distance from -max_distance on: a head's bias in units of log2; the bucket
     LEVELS AHEAD    of a DecayBias: c for earlier and for later keys, float64 [B or 1, H, Tk] (stride_level by row)
+    FALLS RESTS     of a decay, float32 [B, H, Tk] with room behind: c of the last key of a unit of the sequence less
+                    that of each of its keys, in units of log2, and what float32 lost of it. FALLS_AHEAD: c for later
+                    keys, of each less that of the first of its unit
     GATE_FIRST AHEAD_END  of gates, like LEVELS: the first key that each position may see, and one past the last
     SEED PART       of the dropout: int64; whether there is one for each head, of a part of a longer sequence
     DROPOUT         its probability in units of 2^-31, 0 for none
@@ -51,6 +54,8 @@ UNIT, ROWS = tl.constexpr(shapes.UNIT), tl.constexpr(shapes.ROWS)
 NO_BIAS, LINEAR, BUCKET = tl.constexpr(bias.NO_BIAS), tl.constexpr(bias.LINEAR), tl.constexpr(bias.BUCKET)
 DECAY = tl.constexpr(bias.DECAY)
 MASKED, PAST, FUTURE, NEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+CLOSE = tl.constexpr(4)  # like NEAR, where a decay falls by little, so that differences of c are taken in two float32
+MOST_CLOSE = tl.constexpr(8192.0)  # by at most this: two float32 are off by 2^-48 of it
 FAR = tl.constexpr(1 << 30)
 ONE = tl.constexpr(dropout.ONE)
 M0, M1 = (tl.constexpr(number) for number in dropout.MULTIPLIERS)
@@ -234,12 +239,51 @@ def query_term(LEVELS, AHEAD, p, nk, anchor, SIDE: tl.constexpr):
 
 
 @triton.jit
-def key_term(LEVELS, AHEAD, j, nk, anchor, SIDE: tl.constexpr):
-    if SIDE == PAST:
-        term = -fall(LEVELS, j, nk, anchor)
-    else:
-        term = fall(AHEAD, j, nk, anchor)
+def unit_end(begin, nk):
+    """The last key of units that begin at these."""
+    return tl.minimum(begin + UNIT, nk) - 1
+
+
+@triton.jit
+def key_term(LEVELS, AHEAD, FALLS, FALLS_AHEAD, first, j, nk, anchor, SIDE: tl.constexpr):
+    """Of the keys j from `first` on, which lie in one unit."""
+    term = tl.zeros_like(j).to(tl.float32)
+    if first >= 0:  # it always is: see `close_bias`
+        if SIDE == PAST:
+            term = tl.load(FALLS + j) - fall(LEVELS, unit_end(first // UNIT * UNIT, nk), nk, anchor)
+        else:
+            term = tl.load(FALLS_AHEAD + j) + fall(AHEAD, first // UNIT * UNIT, nk, anchor)
     return term
+
+
+@triton.jit
+def halves(difference):
+    """A difference of c, in units of log2, as the sum of two float32."""
+    difference *= LOG2E
+    high = difference.to(tl.float32)
+    return high, (difference - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def close_bias(LEVELS, FALLS, RESTS, p, first, j, nk):
+    """The bias of queries at p and keys j from `first` on, which lie in one unit, all of them CLOSE: [queries, keys].
+
+    Loads in a loop are pipelined, and what they need for it makes ptxas run the products one after another. Those
+    under a condition are not, and few: so there is one, which always holds."""
+    high, low = tl.zeros_like(p).to(tl.float32), tl.zeros_like(p).to(tl.float32)
+    fallen, rest = tl.zeros_like(j).to(tl.float32), tl.zeros_like(j).to(tl.float32)
+    if first >= 0:
+        last = tl.load(LEVELS + unit_end(first // UNIT * UNIT, nk))
+        high, low = halves(tl.load(LEVELS + among_keys(p, nk)) - last)
+        fallen, rest = tl.load(FALLS + j), tl.load(RESTS + j)
+    return (high[:, None] + fallen[None, :]) + (low[:, None] + rest[None, :])
+
+
+@triton.jit
+def close_by(LEVELS, first, end, nk):
+    """Whether c falls little from one key to another: see CLOSE."""
+    fallen = tl.load(LEVELS + among_keys(first, nk)) - tl.load(LEVELS + among_keys(end, nk))
+    return tl.abs(fallen) <= MOST_CLOSE
 
 
 @triton.jit

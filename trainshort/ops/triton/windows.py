@@ -13,6 +13,7 @@ This says nothing of a part of a unit, so f is a multiple of it.
 
 Under a decay -c_j stands for m j, and all keys up to a unit are weighed together: `_running_sums`, and the README.
 
+    falls_kernel      of a decay: c of every key, counted from an end of its unit
     sample_kernel     the centre of the keys, and X, from a few rows
     bounds_kernel     reads k once: K and the largest norm of each unit of keys
     largest_kernel    the largest of these up to each unit, and from each unit on
@@ -39,7 +40,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainshort.ops.triton.tiles import DECAY, FAR, ROWS, UNIT, extent, load_rows, place
+from trainshort.ops.triton.tiles import DECAY, FAR, ROWS, UNIT, extent, halves, load_rows, place, unit_end
 
 SAMPLE = tl.constexpr(32)  # rows
 CHUNK = tl.constexpr(128)  # units that are looked at together
@@ -96,6 +97,31 @@ def _weigh_units(LEVELS, n, inside, keys, nearest, x, nk):
     longest = tl.where(n < 1e30, x * n * (1.0 + ROUNDING), float("inf"))  # NaN compares false
     weighed = longest - away * (1.0 - ROUNDING)
     return _log_sum(-away, inside), _log_sum(weighed, inside)
+
+
+@triton.jit(do_not_specialize=["start"])
+def falls_kernel(
+    LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, SEQ, BLOCKS, start, stride_level, stride_level_head, H, Tq, Tk,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """For the others, which read a key many times: differences in float64 are dear, and so is to round them."""
+    b = tl.program_id(1)
+    h = tl.program_id(2)
+    block, _q0, _nq, k0, nk, _s = place(SEQ, BLOCKS, b, tl.program_id(0), Tq, Tk, start, CAUSAL, RAGGED, PACKED)
+    j = block * ROWS + tl.arange(0, ROWS)
+    begin = j // UNIT * UNIT
+    inside = j < nk
+    level_at = b.to(tl.int64) * stride_level + h.to(tl.int64) * stride_level_head + k0
+    at = (b * H + h).to(tl.int64) * Tk + k0 + j
+    last = tl.load(LEVELS + level_at + unit_end(begin, nk), mask=inside, other=0.0)
+    high, low = halves(last - tl.load(LEVELS + level_at + j, mask=inside, other=0.0))
+    tl.store(FALLS + at, high, mask=inside)
+    if CAUSAL:
+        tl.store(RESTS + at, low, mask=inside)
+    else:
+        first = tl.load(AHEAD + level_at + begin, mask=inside, other=0.0)
+        high, _low = halves(tl.load(AHEAD + level_at + j, mask=inside, other=0.0) - first)
+        tl.store(FALLS_AHEAD + at, high, mask=inside)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -173,12 +199,6 @@ def bounds_kernel(
             if not CAUSAL:
                 future_slope = tl.load(FUTURES + b * stride_slope + h)
                 tl.store(AHEADS + at_head, _effective(n, norm, inside, x, future_slope, step))
-
-
-@triton.jit
-def unit_end(begin, nk):
-    """The last key of units that begin at these."""
-    return tl.minimum(begin + UNIT, nk) - 1
 
 
 @triton.jit
