@@ -16,7 +16,7 @@ from torch import Tensor
 import trainshort as ts
 from tests.ops import hostile
 from tests.ops.cases import left_padding, random_gates, right_padding
-from tests.ops.contract.features import FEATURES, WITHOUT_KERNELS, feature_case
+from tests.ops.contract.features import FEATURES, feature_case
 from tests.ops.contract.places import MODES, Place, formats, slow_in_interpreter
 from tests.ops.dense import Case
 from tests.ops.layouts import LAYOUTS, every_second, sliced, transposed
@@ -30,8 +30,6 @@ def in_mode(place: Place, feature: str, mode: str) -> Case:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature: str, mode: str, place: Place) -> None:
-    if feature in WITHOUT_KERNELS and place.backend == "triton":
-        pytest.skip("no kernels for this bias yet")
     judge = place.judge_of(in_mode, feature, mode)
     judge.check(judge.case.run(place.backend))
 
