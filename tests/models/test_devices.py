@@ -124,6 +124,7 @@ def test_a_step_stays_on_the_device(launched: list[str], position: str, padded: 
     steps(position, padded)
     assert launched.count("append_kernel") >= 6, "two layers, three steps"
     assert "few_rows_kernel" in launched
+    assert launched.count("rotate_kernel") == (2 if position == "rotary" else 0), "the prompt's: steps turn in append"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
