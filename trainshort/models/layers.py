@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(
         self, x: Tensor, context: Context, norm: nn.Module | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of norm(x), as attention compares them: [B, heads, T, width]."""
+        """Of norm(x), as attention compares them but for the rotation of the context: [B, heads, T, width]."""
         config = self.config
         qkv = project(self.qkv, x, norm=norm, few_rows=context.few_rows)
         if config.clip_qkv is not None:

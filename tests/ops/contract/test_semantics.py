@@ -19,9 +19,9 @@ from tests.ops.contract.places import NOT_INTERPRETED, Place, at, formats, slow_
 from tests.ops.dense import Case, Results, exact
 
 
-def assert_agree(one: Results, two: Results, case: Case) -> None:
+def assert_agree(one: Results, two: Results, case: Case, place: Place) -> None:
     """Two computations of one thing may each be off by what the format allows for it."""
-    allowed = {name: 2.0 * limit for name, limit in error_budget(case).items() if name in one}
+    allowed = {name: 2.0 * limit for name, limit in place.judge(case).allowed.items() if name in one}
     errors = excess(one, {name: two[name].double() for name in one}, allowed)
     assert max(errors.values()) <= 1.0, errors
 
@@ -47,7 +47,7 @@ def test_distance_alone_counts(causal: bool, place: Place) -> None:
         results = there.run(place.backend)
         for name in ("k", "v"):
             results[name] = results[name][:, :, shift:]
-        assert_agree(results, here.run(place.backend), here)
+        assert_agree(results, here.run(place.backend), here, place)
 
 
 @slow_in_interpreter
@@ -83,7 +83,7 @@ def test_packed_documents_are_separate_ones(causal: bool, bias: str, place: Plac
         out = replace(alone, q=leaves[0], k=leaves[1], v=leaves[2]).attend(place.backend)
         gradients = torch.autograd.grad(out, leaves, upstream)
         separate = dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
-        assert_agree({n: results[n][:, :, rows] for n in separate}, separate, alone)
+        assert_agree({n: results[n][:, :, rows] for n in separate}, separate, alone, place)
 
 
 @pytest.mark.parametrize("side", [left_padding, right_padding])
@@ -95,7 +95,7 @@ def test_padded_rows_are_trimmed_ones(causal: bool, side: Callable[..., Tensor],
     mask = side(real, length=length).to(place.device)
     padded = replace(case, key_padding_mask=mask).attend(place.backend)[:, :, rows]
     trimmed = replace(case, **{n: getattr(case, n)[:, :, rows] for n in ("q", "k", "v")})
-    assert_agree({"out": padded}, {"out": trimmed.attend(place.backend)}, trimmed)
+    assert_agree({"out": padded}, {"out": trimmed.attend(place.backend)}, trimmed, place)
 
 
 @slow_in_interpreter
@@ -111,7 +111,7 @@ def test_grouped_queries_are_repeated_heads(slopes: Tensor, kv_heads: int, place
     results = repeated.run(place.backend)
     for name in ("k", "v"):
         results[name] = results[name].unflatten(1, (kv_heads, group)).sum(2)
-    assert_agree(results, case.run(place.backend), case)
+    assert_agree(results, case.run(place.backend), case, place)
 
 
 @at("reference", "blocked", "interpreted", "triton_gpu")
