@@ -1,4 +1,4 @@
-"""Run the tests for a GPU on this machine's: in several processes side by side, then those that need it alone.
+"""Run the tests for a GPU on this machine's: those that need it alone, then the others in processes side by side.
 
 They are all of tests/gpu, and the contract of attention (tests/ops/contract) at its places on a GPU.
 
@@ -40,7 +40,7 @@ def numbers_of(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=TESTS, help=f"files or folders (default: {' '.join(TESTS)})")
-    parser.add_argument("--shards", type=int, default=12, help="processes side by side (default: 12)")
+    parser.add_argument("--shards", type=int, default=16, help="processes side by side (default: 16)")
     parser.add_argument("--log", type=Path, help="write machine, versions and every test's result to this file")
     parser.add_argument("--commit", default="", help="what is tested, for the log (default: ask git)")
     parser.add_argument("--timeout", type=float, default=560.0, help="seconds for one shard (default: 560)")
@@ -56,10 +56,10 @@ def main() -> int:
     print(about, flush=True)
     earlier = done_before(options.again, about) if options.again else {}
     with tempfile.TemporaryDirectory() as folder:
-        shards = [f"{index}/{options.shards}" for index in range(options.shards)]
+        found = [run_shard("alone", Path(folder), options)]
+        shards = [str(number) for number in range(1, options.shards + 1)]
         with ThreadPoolExecutor(options.shards) as pool:
-            found = list(pool.map(lambda shard: run_shard(shard, Path(folder), options), shards))
-        found.append(run_shard("alone", Path(folder), options))
+            found += pool.map(lambda shard: run_shard(shard, Path(folder), options), shards)
     results = earlier | {test: result for tests, _ in found for test, result in tests.items()}
     troubles = [trouble for _, trouble in found if trouble]
     lines = [
@@ -116,19 +116,12 @@ def numbers_in(text: str) -> dict[str, float]:
 
 def run_shard(shard: str, folder: Path, options: argparse.Namespace) -> tuple[dict[str, dict], str]:
     """The outcome of each test of a shard, and what went wrong besides."""
-    name = shard.replace("/", "_of_")
-    results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    results, log, taken = folder / f"{shard}.jsonl", folder / f"{shard}.log", folder / "taken"
+    taken.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pytest", *options.tests, "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [
-        "-m",
-        "gpu and not slow" if options.sample else "gpu",
-        "-p",
-        "tests.gpu.shards",
-        "--shard",
-        shard,
-        "--results",
-        str(results),
-    ]
+    command += ["-m", "gpu and not exhaustive" + " and not slow" * options.sample, "-p", "tests.gpu.shards"]
+    command += ["--shard", shard, "--results", str(results)]
+    command += [] if shard == "alone" else ["--taken", str(taken)]
     command += ["-k", options.keyword] if options.keyword else []
     command += ["--without", str(options.again.resolve())] if options.again else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

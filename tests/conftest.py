@@ -31,6 +31,8 @@ FEWEST = 1 if INTERPRETED else 3  # cases: shorter tables are run whole
 # In the interpreter `make test-all` runs one case of so many; `make test-interpreter` and, on a GPU, `make
 # test-gpu` run all.
 THINNED = {"ops": 3}
+# On a GPU those of the blocked backend, which is torch and runs whole on a CPU; `pytest -m gpu` runs all.
+THINNED_ON_GPU = {"ops": 4}
 # The same on a GPU, for `scripts/test_gpu.py --sample`.
 SAMPLED_ON_GPU = {"ops": 5}
 
@@ -56,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU: see `make test-gpu`"))
     _mark(elsewhere, SAMPLED, pytest.mark.slow)
     _mark(on_gpu, SAMPLED_ON_GPU, pytest.mark.slow)
+    _mark([item for item in on_gpu if item.name.endswith("blocked_gpu]")], THINNED_ON_GPU, pytest.mark.exhaustive)
     if INTERPRETED:
         _mark(elsewhere, THINNED, pytest.mark.exhaustive)
 

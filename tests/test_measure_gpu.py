@@ -235,3 +235,29 @@ def test_only_what_failed_or_did_not_run_is_run_again(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("\n".join(["GPU G", *lines, ""]))
     assert collected("--without", str(log)) == [tests[1], *tests[3:]]
+
+
+@pytest.mark.slow
+def test_processes_share_the_tests(tmp_path: Path) -> None:
+    """Every test is one process's, but those that need the GPU alone; a process that starts again goes on."""
+    taken = tmp_path / "taken"
+    taken.mkdir()
+
+    def start(shard: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.shards", "--shard", shard]
+        command += ["--results", str(tmp_path / shard), *(["--taken", str(taken)] if shard != "alone" else [])]
+        files = ["tests/gpu/test_windows.py", "tests/gpu/test_decay.py"]
+        return subprocess.Popen([*command, *files], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    def run_by(shard: str) -> set[str]:
+        results = tmp_path / shard
+        return {json.loads(line)["test"] for line in results.read_text().splitlines()} if results.exists() else set()
+
+    assert [process.wait() for process in [start(shard) for shard in ("1", "2", "alone")]] == [0, 0, 0]
+    one, two, alone = run_by("1"), run_by("2"), run_by("alone")
+    assert not one & two
+    assert len(one | two) > 20
+    assert {test.partition("[")[0] for test in alone} == {"tests/gpu/test_decay.py::test_gradient_of_65536_gates"}
+    (tmp_path / "1").unlink(missing_ok=True)
+    start("1").wait()
+    assert run_by("1") == one, "what it had taken before"

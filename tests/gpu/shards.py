@@ -1,7 +1,8 @@
-"""A plugin of pytest for scripts/test_gpu.py: tests in shards, their results written down one by one.
+"""A plugin of pytest for scripts/test_gpu.py: several processes share the tests, and write results down one by one.
 
-The script runs the shards side by side, those marked `alone` after them. Results go to a file as they come, so that a
-crash hides none of them, and a second run of the shard goes on behind the crash.
+Each process takes the longest run of tests that nobody has taken yet, until none is left. Those marked `alone` are a
+shard of their own. Results go to a file as they come, so that a crash hides none of them, and a second start of the
+process goes on behind the crash.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Generator
-from itertools import groupby
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-# How many neighbours stay in one shard. Those of the contract share compiled kernels; those of tests/gpu are long.
-TOGETHER = {"tests/gpu/": 1, "tests/ops/contract/": 6}
+# How many cases of a test at most stay in one run, and the seconds of one that the log does not have. Those of the
+# contract share compiled kernels; those of tests/gpu are long.
+TOGETHER = {"tests/gpu/": 1, "tests/ops/contract/": 12}
+UNKNOWN = {"tests/gpu/": 8.0, "tests/ops/contract/": 2.0}
 LOG = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "test_gpu.txt"
-UNKNOWN = 2.0  # seconds of a test that the log does not have
+RUNS = pytest.StashKey[list[list[pytest.Item]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", help="i/n: the i-th of n parts (from 0) of the tests; alone: those that need it all")
+    parser.addoption(
+        "--shard", help="alone: the tests that need the GPU to themselves; any other name: of the others"
+    )
+    parser.addoption("--taken", help="a folder: for each run of tests a file with the name of the shard that took it")
     parser.addoption("--without", help="a log of scripts/test_gpu.py: what passed or was skipped there is not run")
     parser.addoption(
         "--results", help="a file of JSON lines: every test's start and outcome; what it names is not run"
@@ -35,28 +42,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard, results = config.getoption("shard"), config.getoption("results")
     without = lines_of(Path(config.getoption("without")), "passed|skipped") if config.getoption("without") else {}
     kept = [item for item in items if item.nodeid not in without]
-    if shard == "alone":
-        kept = [item for item in kept if item.get_closest_marker("alone") is not None]
-    elif shard:
-        index, count = (int(number) for number in shard.split("/"))
-        parts = runs([item for item in kept if item.get_closest_marker("alone") is None])
-        kept = [item for part in even(parts, count)[index] for item in part]
+    if shard:
+        kept = [item for item in kept if (item.get_closest_marker("alone") is not None) == (shard == "alone")]
+    # The same runs in every process, and at every start of it.
+    config.stash[RUNS] = longest_first(kept) if shard else [kept]
     if results and Path(results).exists():
         done = {json.loads(line)["test"] for line in Path(results).read_text().splitlines()}
         kept = [item for item in kept if item.nodeid not in done]
-    dropped = set(items) - set(kept)
-    if dropped:
-        config.hook.pytest_deselected(items=list(dropped))
+    left = set(kept)
+    if len(left) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = kept
 
 
-def runs(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests in runs that stay together."""
-    found = []
-    for folder, group in groupby(items, lambda item: next(f for f in TOGETHER if item.nodeid.startswith(f))):
-        members, most = list(group), TOGETHER[folder]
-        found += [members[first : first + most] for first in range(0, len(members), most)]
-    return found
+def longest_first(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests in runs of cases of one test at one place, by the times of the last log."""
+    times = lines_of(LOG, "passed") if LOG.exists() else {}
+    tests = defaultdict(list)
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        tests[item.nodeid.partition("[")[0], str(parameters.get("place"))].append(item)
+    runs = []
+    for (name, _), cases in tests.items():
+        folder = next(each for each in TOGETHER if name.startswith(each))
+        for first in range(0, len(cases), TOGETHER[folder]):
+            run = cases[first : first + TOGETHER[folder]]
+            runs.append((sum(times.get(item.nodeid, UNKNOWN[folder]) for item in run), run))
+    return [run for _, run in sorted(runs, key=lambda pair: -pair[0])]
 
 
 def lines_of(log: Path, outcomes: str) -> dict[str, float]:
@@ -65,19 +77,27 @@ def lines_of(log: Path, outcomes: str) -> dict[str, float]:
     return {match[2]: float(match[1]) for match in matches if match}
 
 
-def even(parts: list[list[pytest.Item]], count: int) -> list[list[list[pytest.Item]]]:
-    """The runs in shards that take about as long, by the times of the last log: longest first, to whom has least."""
-    times = lines_of(LOG, "passed") if LOG.exists() else {}
-    loads = sorted(
-        ((sum(times.get(item.nodeid, UNKNOWN) for item in part), part) for part in parts), key=lambda t: -t[0]
-    )
-    shards: list[list[list[pytest.Item]]] = [[] for _ in range(count)]
-    taken = [0.0] * count
-    for seconds, part in loads:
-        least = taken.index(min(taken))
-        shards[least].append(part)
-        taken[least] += seconds
-    return shards
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    config = session.config
+    shard, taken = config.getoption("shard"), config.getoption("taken")
+    if not taken or config.option.collectonly or session.testsfailed:
+        return None
+    left = set(session.items)
+    for index, run in enumerate(config.stash[RUNS]):
+        if not take(Path(taken) / str(index), shard):
+            continue
+        cases = [item for item in run if item in left]
+        for item, following in zip(cases, [*cases[1:], None], strict=True):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return True
+
+
+def take(run: Path, shard: str) -> bool:
+    """Whether this shard has the run: nobody has it yet, or it took it before it crashed."""
+    with suppress(FileExistsError), run.open("x") as file:
+        file.write(shard)
+    return run.read_text() == shard
 
 
 def _write(config: pytest.Config, **fields: object) -> None:

@@ -1,6 +1,7 @@
 """Certificates by the million on the GPU: what the kernels skip, forward, backward and in decoding, in float64.
 
-How many query rows were compared and the worst shares of the tolerance stand in the log beside the test's name.
+Thirty-two calls of each of a dozen seeds: some two million query rows, a million at least. How many were compared and
+the worst shares of the tolerance stand in the log beside the test's name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def test_certificates_counted(seed: int, record_property: Callable[[str, object]
     length = LENGTHS[seed % 2]
     worst = {"forward": Worst(), "backward": Worst(), "decoding": Worst()}
     rows = 0
-    for case in itertools.islice(cases(500 + seed, "cuda", (dtype,), (length, length)), 120):
+    for case in itertools.islice(cases(500 + seed, "cuda", (dtype,), (length, length)), 32):
         if case.may_skip <= 0.0:
             continue
         weights = dense(case)[1]
@@ -60,4 +61,4 @@ def test_certificates_counted(seed: int, record_property: Callable[[str, object]
     assert worst["forward"].share <= 0.5 + FLOAT64_NOISE, told["forward"]
     assert worst["backward"].share <= 1.0 + FLOAT64_NOISE, told["backward"]
     assert worst["decoding"].share <= 1.0 + FLOAT64_NOISE, told["decoding"]
-    assert rows > 200_000
+    assert rows > 100_000

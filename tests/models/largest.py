@@ -25,7 +25,8 @@ class Largest(TorchDispatchMode):
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Bytes of CPU tensors that a call had allocated at the worst moment, inside operators too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    options: dict[str, Any] = {"profile_memory": True, "acc_events": True}  # without the second torch 2.11 warns
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
         kept = function()
     del kept
     assert profile.profiler is not None

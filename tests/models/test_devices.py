@@ -124,6 +124,7 @@ def test_a_step_stays_on_the_device(launched: list[str], position: str, padded: 
     steps(position, padded)
     assert launched.count("append_kernel") >= 6, "two layers, three steps"
     assert "few_rows_kernel" in launched
+    assert launched.count("rotate_kernel") == (2 if position == "rotary" else 0), "the prompt's: steps turn in append"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -146,7 +147,15 @@ def test_a_step_of_a_bounded_cache_stays_on_the_device(launched: list[str], kv_h
     assert sum("split_kernel" in name for name in launched) == 6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+FAKE_ADDMM = pytest.mark.xfail(
+    torch.__version__.startswith(("2.11.", "2.12.")), raises=TypeError, strict=False,
+    reason="fake tensors of this torch do not know the out_dtype of addmm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=FAKE_ADDMM), torch.float32, torch.float64], ids=str
+)
 def test_the_loss_stays_on_the_device(launched: list[str], dtype: torch.dtype) -> None:
     with torch.device("cuda"):
         hidden, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((300, 32), (97, 32), (97,)))
@@ -225,5 +234,5 @@ def test_these_tests_notice_waiting(launched: list[str], monkeypatch: pytest.Mon
 
 def test_these_tests_notice_two_devices(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POSITIONS, "mixes", Mixes)
-    with pytest.raises(RuntimeError, match="two devices"):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices"):
         steps("mixes")

@@ -215,7 +215,7 @@ def test_a_step_of_a_cache(compiled: list[Any], dtype: torch.dtype) -> None:
     """New keys and values at a place that the device knows, attention to them, and rotary embeddings before."""
     from trainshort.ops.bias import NO_BIAS, KernelBias
     from trainshort.ops.triton import run
-    from trainshort.ops.triton.call import Stored
+    from trainshort.ops.triton.call import Rotation, Stored
 
     q, k = torch.zeros(2, 4, 1, 128, dtype=dtype), torch.zeros(2, 2, 1, 128, dtype=dtype)
     stored = Stored(*(torch.zeros(2, 2, 5000, 128, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40))
@@ -224,7 +224,7 @@ def test_a_step_of_a_cache(compiled: list[Any], dtype: torch.dtype) -> None:
     kept = DecayBias(torch.zeros(2, 4, 5000))
     for bias in (KernelBias(NO_BIAS), *(each.for_kernels(2) for each in (linear(4), bucket(4), kept))):
         run.step(q, stored, sequences, bias, 0.1)
-    run.rotate(q, k, torch.zeros(2, 1, dtype=torch.int64), torch.ones(64))
+    run.append_turned(q, k, k, stored, sequences, Rotation(torch.ones(64)))
     assert len(compiled) == 10
     assert ".approx" not in "".join(line for line in compiled[-1].asm["ptx"].splitlines() if "sin" in line)
 
@@ -233,11 +233,11 @@ def test_a_step_of_a_cache(compiled: list[Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_prompt_into_a_cache(compiled: list[Any], dim: int, dtype: torch.dtype) -> None:
     from trainshort.ops.triton import run
-    from trainshort.ops.triton.call import Stored
+    from trainshort.ops.triton.call import Rotation, Stored
 
     k = torch.zeros(2, 2, 300, dim, dtype=dtype)
     run.append(k, k, Stored(*(torch.zeros(2, 2, 5000, dim, dtype=dtype) for _ in range(2)), torch.ones(2, 2, 40)))
-    run.rotate(k, k, torch.zeros(1, 300, dtype=torch.int64), torch.ones(dim // 2))
+    run.rotate(k, k, torch.zeros(1, 300, dtype=torch.int64), Rotation(torch.ones(dim // 2)))
     assert len(compiled) == 2
 
 

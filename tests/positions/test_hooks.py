@@ -85,6 +85,27 @@ def test_three_hooks_are_enough(tmp_path: Path) -> None:
     assert torch.equal(ts.load(tmp_path)(tokens), model(tokens))
 
 
+@pytest.mark.parametrize(
+    ("method", "options"), [("rotary", {}), ("alibi", {"rotary": True}), ("fox", {"rotary": True})]
+)
+def test_a_rotate_of_its_own_is_called(method: str, options: dict[str, object]) -> None:
+    """Steps on a GPU turn keys by `rotation`, which says no more what this rotate does."""
+    kind = POSITIONS[method]
+    shape = Shape(d_model=32, num_heads=2, head_dim=16)
+
+    class Reversed(kind):  # type: ignore[misc, valid-type]
+        def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            turned: tuple[Tensor, Tensor] = super().rotate(q, k, -positions)
+            return turned
+
+    class Named(kind):  # type: ignore[misc, valid-type]
+        label = "mine"
+
+    assert kind(shape, **options).rotation(torch.device("cpu")) is not None
+    assert Named(shape, **options).rotation(torch.device("cpu")) is not None
+    assert Reversed(shape, **options).rotation(torch.device("cpu")) is None
+
+
 def test_constant_gates_are_alibi() -> None:
     tokens = random_tokens(2, 200)
     by_gates, by_slopes = language_model("alibi_by_gates"), language_model("alibi")

@@ -28,6 +28,7 @@ from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.problem import DEFAULT_TOLERANCE
 from trainshort.ops.tracing import is_recording
+from trainshort.ops.triton.call import Rotation
 from trainshort.ops.values import require_no_nan, require_positive
 
 PIECE = {"cpu": 2048, "cuda": 16384}  # tokens of a text that are computed at once when it is run again
@@ -326,7 +327,11 @@ class BoundedCache(KeyValueCache):
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         raise TypeError("a bounded cache holds no keys in one piece: call attend")
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float,
+        rotation: Rotation | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert rotation is None  # it gives none
         if is_recording(q, k, v):
             raise RuntimeError("a bounded cache is forward only: call the model under torch.no_grad()")
         held, bias = self._held_for(bias)

@@ -25,9 +25,10 @@ from trainshort.ops.gate_sums import running_sums, wide_dtype
 from trainshort.ops.norms import row_norms
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.triton import run as triton_backend
-from trainshort.ops.triton.call import Stored
+from trainshort.ops.triton.call import Rotation, Stored
 from trainshort.ops.triton.shapes import MOST_ROWS
 from trainshort.ops.values import trust_norms
+from trainshort.positions import Position
 
 FIRST_CAPACITY = 256  # of a growing cache
 
@@ -191,10 +192,16 @@ class KeyValueCache:
         sums[:, :, start:end], firsts[:, :, start:end] = running_sums(log_gates, before, start)
         return DecayBias.from_sums(sums[:, :, :end], firsts[:, :, :end])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float) -> Tensor:
-        """Attention of the next tokens to all before them and to one another; their keys and values are stored."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, bias: Bias | None, scale: float,
+        rotation: Rotation | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of the next tokens to all before them and to one another; their keys and values are stored.
+
+        rotation: what `rotation` gave, if that is still to be done.
+        """
         if self.sequences is not None:
-            return self._attend_stepping(layer, q, k, v, bias, scale)
+            return self._attend_stepping(layer, q, k, v, bias, scale, rotation)
         k, v, attention_kwargs = self.append(layer, k, v)
         return attention(q, k, v, bias=bias, causal=True, scale=scale, **attention_kwargs)
 
@@ -313,15 +320,22 @@ class KeyValueCache:
             each.index_copy_(2, place, new)
         return DecayBias.from_sums(*kept)
 
+    def rotation(self, position: Position) -> Rotation | None:
+        """How `attend` is to turn queries and keys; None where they come as `rotate` of the position made them."""
+        return None if self.sequences is None else position.rotation(self.keys[0].device)
+
     def _attend_stepping(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, scale: float, rotation: Rotation | None
     ) -> Tensor:
         assert self.sequences is not None
         require_one_token(q.shape[2])
         if self._bias is None or self._bias[0] is not bias:  # one for all layers of a step
             self._bias = bias, KernelBias(NO_BIAS) if bias is None else bias.for_kernels(self.batch_size)
         stored = Stored(self.keys[layer], self.values[layer], self.norms[layer])
-        triton_backend.append(k, v, stored, sequences=self.sequences)
+        if rotation is None:
+            triton_backend.append(k, v, stored, sequences=self.sequences)
+        else:
+            q = triton_backend.append_turned(q, k, v, stored, self.sequences, rotation)
         return triton_backend.step(q, stored, self.sequences, self._bias[1], scale)
 
 

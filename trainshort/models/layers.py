@@ -22,6 +22,7 @@ from trainshort.ops import attention
 from trainshort.ops.bias import Bias
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.tracing import is_eager
+from trainshort.ops.triton.call import Rotation
 from trainshort.positions import Position
 
 
@@ -35,6 +36,7 @@ class Context:
     cache: KeyValueCache | None = None
     key_padding_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    rotation: Rotation | None = None  # of a step whose keys the cache turns, and its queries
     few_rows: bool = False  # so few that linear layers have a kernel for them
     dense: bool = False  # all scores as a table: see dense.py
     score_table: Tensor | None = None  # of a dense pass, where it is the same for all layers
@@ -84,7 +86,7 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(
         self, x: Tensor, context: Context, norm: nn.Module | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of norm(x), as attention compares them: [B, heads, T, width]."""
+        """Of norm(x), as attention compares them but for the rotation of the context: [B, heads, T, width]."""
         config = self.config
         qkv = project(self.qkv, x, norm=norm, few_rows=context.few_rows)
         if config.clip_qkv is not None:
@@ -98,13 +100,17 @@ class SelfAttention(nn.Module):
         k, v = kv.chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        if context.rotation is not None:
+            return q, k, v
         return *context.position.rotate(q, k, context.positions), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, context: Context) -> Tensor:
-        """Attention of queries to keys as they are, [B, heads, T, width]."""
+        """Attention of queries to keys as they are, but for the rotation of the context: [B, heads, T, width]."""
         config = self.config
         if context.cache is not None:
-            return context.cache.attend(self.layer, q, k, v, bias=bias, scale=config.score_scale)
+            return context.cache.attend(
+                self.layer, q, k, v, bias=bias, scale=config.score_scale, rotation=context.rotation
+            )
         if context.dense:
             return self._attend_densely(q, k, v, bias, context)
         return attention(
@@ -366,6 +372,7 @@ class Trunk(nn.Module):
                 cache.positions(part.shape[1]),
                 position.bias(),
                 cache,
+                rotation=cache.rotation(position),
                 few_rows=cache.has_few_rows and not (self.training or torch.is_grad_enabled()),
             )
             return self._hidden(part, token_types, context)

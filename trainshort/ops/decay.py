@@ -8,7 +8,7 @@ border that nothing crosses, and positions know the first key behind the last bo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -43,12 +43,13 @@ class DecayBias(Bias):
         >>> out = ts.attention(q, k, v, bias=ts.DecayBias(log_gates))
     """
 
-    gate_sums: Tensor | None = None  # c, float64 [B or 1, H, T]: NaN from the first gate on that is refused
-    gate_first: Tensor | None = None  # int32 [B or 1, H, T]: the first position that each may see
-    ahead_sums: Tensor | None = None  # the same for later keys
-    ahead_end: Tensor | None = None  # int32 [B or 1, H, T]: one past the last position that each may see
-    times: Tensor | None = None  # float64 [B or 1, T], relative to the first: NaN from where they are out of order
-    rates: Tensor | None = None  # [H] or [B, H]: with these, c = -rate * time
+    # No arguments of __init__, and told so: torch 2.11 compiles a call of a frozen dataclass by what its fields say.
+    gate_sums: Tensor | None = field(default=None, init=False)  # c, float64 [B or 1, H, T]: NaN from a refused one on
+    gate_first: Tensor | None = field(default=None, init=False)  # int32 [B or 1, H, T]: the first that each may see
+    ahead_sums: Tensor | None = field(default=None, init=False)  # the same for later keys
+    ahead_end: Tensor | None = field(default=None, init=False)  # int32 [B or 1, H, T]: one past the last one
+    times: Tensor | None = field(default=None, init=False)  # float64 [B or 1, T]: since the first, NaN like gate_sums
+    rates: Tensor | None = field(default=None, init=False)  # [H] or [B, H]: with these, c = -rate * time
 
     learned = ("gate_sums", "ahead_sums", "rates")
     by_distance = False
@@ -118,7 +119,7 @@ class DecayBias(Bias):
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property

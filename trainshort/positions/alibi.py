@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainshort.ops.bias import Bias, LinearBias, alibi_slopes
+from trainshort.ops.triton.call import Rotation
 from trainshort.positions.position import Position, Shape
 from trainshort.positions.rotary import Rotary
 from trainshort.positions.scaling import Scaling
@@ -137,6 +138,9 @@ class Alibi(Position):
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.rotary is None else self.rotary.rotate(q, k, positions)
+
+    def rotation(self, device: torch.device) -> Rotation | None:
+        return None if self.rotary is None else self.rotary.rotation(device)
 
     def bias(self) -> Bias | None:
         slopes = self._current()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from trainshort.ops.triton.call import Rotation
 from trainshort.positions.gates import SigmoidGates
 from trainshort.positions.position import Position, Shape
 from trainshort.positions.rotary import Rotary
@@ -25,6 +27,9 @@ class Fox(Position):
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.rotary is None else self.rotary.rotate(q, k, positions)
+
+    def rotation(self, device: torch.device) -> Rotation | None:
+        return None if self.rotary is None else self.rotary.rotation(device)
 
     def gates(self) -> nn.Module | None:
         shape = self.shape

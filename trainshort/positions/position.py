@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainshort.ops.bias import Bias
+from trainshort.ops.triton.call import Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class Position(nn.Module):
     has_flat_heads: bool = False  # whether some heads of a linear bias are known to have slope 0
     depends_on_length: bool = False  # whether `at_length` may give another method than this one
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "rotate" in vars(cls) and "rotation" not in vars(cls):
+            cls.rotation = Position.rotation  # type: ignore[method-assign]  # another one's would no longer say the same
+
     def at_length(self, length: int, growing: bool = False) -> Position:
         """The method as it is for a text of this many tokens: the model calls the other hooks of that one.
 
@@ -47,6 +53,10 @@ class Position(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Change queries and keys before their product. q, k: [B, heads, T, head_dim]."""
         return q, k
+
+    def rotation(self, device: torch.device) -> Rotation | None:
+        """What `rotate` does, if that is a rotary embedding: a step on a GPU turns keys as it stores them."""
+        return None
 
     def bias(self) -> Bias | None:
         """Describe what to add to the scores: a function of distance, never a tensor of all pairs."""

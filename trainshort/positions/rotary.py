@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainshort.ops.dispatch import takes_kernels
 from trainshort.ops.triton import run as triton_backend
+from trainshort.ops.triton.call import Rotation
 from trainshort.positions.position import Position, Shape
 from trainshort.positions.scaling import Scaling
 
@@ -62,18 +63,25 @@ class Rotary(Position):
         return stretched
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.scaling.kind == "yarn" and self.factor != 1.0:  # scores as if the softmax had a temperature
-            size = 0.1 * math.log(self.factor) + 1.0
-            q, k = q * size, k * size
         if q.is_cuda and takes_kernels(q, k):
-            make = _frequencies if self.depends_on_length else _kept_frequencies
-            frequencies = make(self.head_dim // 2, self.base, self.scaling, self.factor, q.device, torch.float32)
-            return triton_backend.rotate(q, k, positions, frequencies)
+            return triton_backend.rotate(q, k, positions, self.rotation(q.device))
+        if self.size != 1.0:
+            q, k = q * self.size, k * self.size
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         frequencies = _frequencies(self.head_dim // 2, self.base, self.scaling, self.factor, q.device, dtype)
         angles = positions.to(dtype)[..., None] * frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [B or 1, 1, T, half]
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
+
+    def rotation(self, device: torch.device) -> Rotation:
+        make = _frequencies if self.depends_on_length else _kept_frequencies
+        frequencies = make(self.head_dim // 2, self.base, self.scaling, self.factor, device, torch.float32)
+        return Rotation(frequencies, self.size)
+
+    @property
+    def size(self) -> float:
+        """What queries and keys are multiplied by, so that scores are as if the softmax had a temperature."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.scaling.kind == "yarn" else 1.0
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         one, two = x.to(cos.dtype).chunk(2, dim=-1)

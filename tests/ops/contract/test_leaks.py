@@ -101,8 +101,12 @@ def assert_holes_do_not_matter(case: Case, place: Place, garbages: tuple[float, 
             assert torch.equal(dirty.windows(), clean.windows())
 
 
-def biased(place: Place, bias: str) -> dict[str, Any]:
-    return {"linear": {"slopes": place.steep}, "bucket": place.bucket, "none": {"bias": "none"}}[bias]
+def biased(place: Place, bias: str, dtype: torch.dtype) -> dict[str, Any]:
+    if place.name == "triton_gpu" and dtype == torch.float32 and bias != "linear":
+        pytest.skip("what reads keys is the same for every bias, and takes thrice as long to compile as in 16 bits")
+    return {"dtype": dtype} | {"linear": {"slopes": place.steep}, "bucket": place.bucket, "none": {"bias": "none"}}[
+        bias
+    ]
 
 
 def garbage_for(dtype: torch.dtype, place: Place) -> tuple[float, ...]:
@@ -121,9 +125,7 @@ def test_padding_never_leaks(
     lengths = [(90, (90, 41)), (300, (290, 100)), (300, (17, 0))]
     for length, real in [(150, (140, 61))] if place.interpreted else lengths:
         mask = side(*real, length=length)
-        case = place.case(
-            batch=2, queries=length, causal=causal, key_padding_mask=mask, dtype=dtype, **biased(place, bias)
-        )
+        case = place.case(batch=2, queries=length, causal=causal, key_padding_mask=mask, **biased(place, bias, dtype))
         assert_holes_do_not_matter(case, place, garbage_for(dtype, place))
 
 
@@ -138,7 +140,7 @@ def test_the_end_of_a_cache_never_leaks(
     if place.interpreted:
         keys, queries = 190, min(queries, 70) + queries // 10
     starts = {"all_rows": keys // 5, "by_row": torch.tensor([keys // 3, 2])}[start]
-    case = place.case(batch=2, queries=queries, keys=keys, query_start=starts, dtype=dtype, **biased(place, bias))
+    case = place.case(batch=2, queries=queries, keys=keys, query_start=starts, **biased(place, bias, dtype))
     assert_holes_do_not_matter(case, place, garbage_for(dtype, place))
 
 
@@ -152,7 +154,12 @@ def test_padding_and_the_end_of_a_cache_never_leak_together(place: Place) -> Non
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
 def test_other_documents(garbage: float, causal: bool, place: Place) -> None:
     case = place.case(
-        batch=1, queries=260, causal=causal, slopes=place.steep, cu_seqlens=torch.tensor([0, 70, 200, 260])
+        batch=1,
+        queries=260,
+        causal=causal,
+        slopes=place.steep,
+        cu_seqlens=torch.tensor([0, 70, 200, 260]),
+        dtype=place.quick,
     )
     bad = torch.zeros(260, dtype=torch.bool, device=place.device)
     bad[70:200] = True

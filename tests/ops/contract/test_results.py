@@ -95,7 +95,9 @@ def check_all(feature: str, mode: str, place: Place) -> None:
     visited = check_windows(case, found.windows)
     if not place.skips or case.may_skip == 0.0:
         assert torch.equal(visited, case.seen)
-    torch.testing.assert_close(found.out, case.attend(place.backend), rtol=0.0, atol=0.0)
+    # With a gradient asked for, a single query takes the same path; that of decoding adds up in another order.
+    alone = replace(case, q=case.q.clone().requires_grad_()).attend(place.backend)
+    torch.testing.assert_close(found.out, alone.detach(), rtol=0.0, atol=0.0)
 
 
 @slow_in_interpreter
@@ -201,7 +203,7 @@ def lse_budget(case: Case, truth: Results) -> Results:
 @formats(torch.float32)
 @pytest.mark.parametrize("feature", SOME)
 def test_gradient_of_the_lse(feature: str, dtype: torch.dtype, place: Place) -> None:
-    for tolerance in (None,) if place.interpreted else (0.0, None):
+    for tolerance in (None,) if place.backend == "triton" else (0.0, None):  # parts below: with 0
         case = feature_case(place, feature, tolerance=tolerance)
         truth = lse_gradients(case, None, torch.float64, with_out=False)
         allowed = lse_budget(case, truth)

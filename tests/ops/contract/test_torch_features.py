@@ -110,7 +110,7 @@ def compiled(function: Callable[..., Tensor], compiler: str = "aot_eager") -> Ca
 @at(*WITH_WINDOWS)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_as_one_graph(name: str, place: Place) -> None:
-    case = make(place, name)
+    case = make(place, name, **({} if name == "low" else {"dtype": place.quick}))
     eager = case.run(place.backend)
     by_inductor = place.name == "triton_gpu" and name in ("paper", "symmetric", "padded", "bucket")
     compiler = "inductor" if by_inductor else "aot_eager"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainshort.models.cache import norms_above
 from trainshort.ops.triton import run
-from trainshort.ops.triton.call import Stored
+from trainshort.ops.triton.call import Rotation, Stored
 from trainshort.positions import Shape, build_position
 
 CAPACITY, BLOCK = 700, 128
@@ -102,6 +102,36 @@ def test_rotary_embeddings(tokens: int, dim: int, positions: str) -> None:
         index = index - torch.tensor([[0], [99_990]])
     expected = method.rotate(q, k, index)
     frequencies = torch.exp(-math.log(10000.0) * (torch.arange(dim // 2) / (dim // 2)))
-    found = run.rotate(q, k, index, frequencies)
+    found = run.rotate(q, k, index, Rotation(frequencies))
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "dim", "size"), [(3, 12, 1.0), (6, 16, 1.3), (12, 64, 0.7)])
+def test_keys_turned_as_they_are_stored(heads: int, dim: int, size: float, dtype: torch.dtype) -> None:
+    """By the position of each row, behind its padding: the bits of the kernel that turns prompts, and those of torch
+    to rounding; and norms that bound what is stored."""
+    cache = stored(dim=dim, dtype=dtype)
+    both = 20.0 * torch.randn(2, 1, heads + 6, dim, generator=torch.Generator().manual_seed(heads)).to(dtype)
+    q, k, v = both.transpose(1, 2).split((heads, 3, 3), dim=1)
+    table = torch.tensor([[0, 1, 0, 131, 130], [0, 1, 40, 91, 90]], dtype=torch.int32)
+    method = build_position("rotary", Shape(d_model=heads * dim, num_heads=heads, head_dim=dim), {})
+    rotation = method.rotation(torch.device("cpu"))
+    assert rotation is not None
+    out = run.append_turned(q, k, v, cache, table, rotation._replace(size=size))
+    place = slice(130, 131)
+    found = out, cache.keys[:, :, place]
+    for one, two in zip(found, run.rotate(q, k, table[:, 4:].long(), rotation._replace(size=size)), strict=True):
+        assert torch.equal(one, two)
+    wide = [(each * size).to(dtype) for each in (q, k)]
+    for one, two in zip(found, method.rotate(*wide, table[:, 4:].long()), strict=True):
+        torch.testing.assert_close(one, two, rtol=torch.finfo(dtype).eps, atol=64 * torch.finfo(torch.float32).eps)
+    assert torch.equal(cache.values[:, :, place], v)
+    for buffer in (cache.keys, cache.values):
+        assert bool(buffer[:, :, :130].isnan().all())
+        assert bool(buffer[:, :, 131:].isnan().all())
+    exact = cache.keys[:, :, 130].double().norm(dim=-1)
+    assert bool((cache.norms[:, :, 1] >= exact).all()), "no bound"
+    torch.testing.assert_close(cache.norms[:, :, 1].double(), exact, rtol=2.0**-18, atol=0.0)
+    assert not cache.norms[:, :, [0, 2, 3, 4, 5]].any()

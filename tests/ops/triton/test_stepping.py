@@ -70,6 +70,15 @@ def test_grouped_queries(position: str) -> None:
     assert_same_logits(*both(model, random_tokens(2, 60), random_tokens(2, 3, seed=1)))
 
 
+@pytest.mark.parametrize("scaling", ["ntk", "yarn"])
+def test_scaled_rotary_positions(scaling: str) -> None:
+    """With rows behind padding, and queries that share keys."""
+    options = {"scaling": scaling, "factor": 4.0} | ({"trained_length": 50} if scaling == "yarn" else {})
+    model = language_model("rotary", num_kv_heads=2, position_options=options)
+    prompt, mask = left_padded([random_tokens(1, length, seed=length)[0] for length in (60, 20)], filler=3)
+    assert_same_logits(*both(model, prompt, random_tokens(2, 3, seed=1), key_padding_mask=mask))
+
+
 @pytest.mark.slow
 def test_every_part_of_attention() -> None:
     """Norms of heads, gates of outputs, keys and values shifted by a token; and from the very first token on."""

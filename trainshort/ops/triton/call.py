@@ -73,6 +73,17 @@ class Stored(NamedTuple):
     norms: Tensor
 
 
+class Rotation(NamedTuple):
+    """Rotary positions: queries and keys times `size`, then channel i of the first half turned with channel i of the
+    second by position x frequency."""
+
+    frequencies: Tensor  # float32 [D / 2]
+    size: float = 1.0
+
+    def values(self) -> Values:
+        return {"FREQUENCIES": self.frequencies, "size": self.size}
+
+
 def describe(problem: Problem) -> Call:
     bias = kernel_bias(problem)
     values: Values = {

@@ -19,7 +19,7 @@ from trainshort.ops.bias import DECAY, KernelBias, alibi_slopes
 from trainshort.ops.problem import BLOCK
 from trainshort.ops.triton import append, backward, decode, forward, rotate, windows
 from trainshort.ops.triton.cache import CACHE
-from trainshort.ops.triton.call import Features, Stored
+from trainshort.ops.triton.call import Features
 from trainshort.ops.triton.driver import Kernel, Slice
 from trainshort.ops.triton.shapes import ROWS, UNIT, blocks_of, layout_of, window_width
 from trainshort.ops.triton.tuning import Tiles, is_hopper, tiles_for
@@ -345,31 +345,33 @@ def decoding_kernels(
     ]
 
 
-class AppendOptions(NamedTuple):
-    """How many tokens come into a cache, and whether where is told by `SEQ`."""
-
-    tokens: int
-    ragged: bool
-
-
-def append_kernels(k: Tensor, v: Tensor, stored: Stored, options: AppendOptions) -> list[Kernel]:
-    """New keys and values into a cache. Of tensors only the layouts count."""
+def append_kernels(tensors: Mapping[str, Tensor], ragged: bool) -> list[Kernel]:
+    """New keys and values into a cache, and queries that are turned as the keys are, where there are any. Of tensors
+    only the layouts count. ragged: where is told by `SEQ`."""
+    k, q = tensors["K"], tensors.get("Q")
     batch, kv_heads, tokens, dim = k.shape
     rows = min(BLOCK, triton.next_power_of_2(tokens))
     values = {
         **strides("k", k),
-        **strides("v", v),
-        **strides("c", stored.keys),
-        "stride_nb": stored.norms.stride(0),
-        "stride_nh": stored.norms.stride(1),
+        **strides("v", tensors["V"]),
+        **strides("c", tensors["KEYS"]),
+        **strides("q", tensors.get("Q", k)),
+        **strides("o", tensors.get("OUT", k)),
+        "stride_nb": tensors["NORMS"].stride(0),
+        "stride_nh": tensors["NORMS"].stride(1),
+        "Hkv": kv_heads,
         "D": dim,
         "BD": block_dim(dim),
         "BN": rows,
-        "RAGGED": options.ragged,
+        "HALF": dim // 2,
+        "BH": triton.next_power_of_2(max(1, dim // 2)),
+        "RAGGED": ragged,
+        "TURNED": q is not None,
     }
     blocks = (tokens + BLOCK - 2) // BLOCK + 1  # that so many tokens can fall into, wherever they begin
     warps = 1 if rows * dim <= 512 else 4 if dim <= 64 else 8
-    return [Kernel(append.append_kernel, (blocks, kv_heads, batch), values, {"num_warps": warps})]
+    heads = kv_heads + (0 if q is None else q.shape[1])
+    return [Kernel(append.append_kernel, (blocks, heads, batch), values, {"num_warps": warps})]
 
 
 def rotation_kernels(q: Tensor, k: Tensor, out_q: Tensor, out_k: Tensor) -> list[Kernel]:

@@ -20,6 +20,7 @@ from trainshort.ops.problem import Problem
 from trainshort.ops.triton.cache import CACHE
 from trainshort.ops.triton.call import (
     Call,
+    Rotation,
     Saved,
     Stored,
     Values,
@@ -30,7 +31,6 @@ from trainshort.ops.triton.call import (
     sequences_of,
 )
 from trainshort.ops.triton.config import (
-    AppendOptions,
     Config,
     DecodingOptions,
     append_kernels,
@@ -397,23 +397,31 @@ def run_decoding(step: Decoding) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def append(k: Tensor, v: Tensor, stored: Stored, start: int, sequences: Tensor | None) -> None:
+def append(
+    k: Tensor, v: Tensor, stored: Stored, start: int, sequences: Tensor | None,
+    q: Tensor | None = None, rotation: Rotation | None = None,
+) -> Tensor | None:  # fmt: skip
     """Write new keys and values into a cache from `start` on, or where the next query of `sequences` stands, and
-    raise the norms of their blocks."""
+    raise the norms of their blocks. rotation, with sequences: of keys and of q, which is returned."""
     if k.numel() == 0:
-        return
-    k, v = rows_contiguous(k.detach()), rows_contiguous(v.detach())
-    tensors = (k, v, *stored)
-    options = AppendOptions(k.shape[2], sequences is not None)
-    layout = tuple((t.stride(), t.data_ptr() % 16, t.dtype) for t in tensors)
-    key = ("append", k.shape, layout, options.ragged, k.device)
-    launch = CACHE.get(key) or CACHE.put(key, Launch(append_kernels(k, v, stored, options), {}))
-    names = ("K", "V", "KEYS", "VALUES", "NORMS")
-    launch.run({**dict(zip(names, tensors, strict=True)), "SEQ": sequences, "start": start, "tokens": options.tokens})
+        return q
+    tensors = {"K": rows_contiguous(k.detach()), "V": rows_contiguous(v.detach())}
+    tensors |= {"KEYS": stored.keys, "VALUES": stored.values, "NORMS": stored.norms}
+    if q is not None:
+        q = rows_contiguous(q.detach())
+        tensors |= {"Q": q, "OUT": torch.empty_like(q)}
+    layout = tuple((t.stride(), t.data_ptr() % 16, t.dtype) for t in tensors.values())
+    key = ("append", k.shape, None if q is None else q.shape[1], layout, sequences is not None, k.device)
+    launch = CACHE.get(key) or CACHE.put(key, Launch(append_kernels(tensors, ragged=sequences is not None), {}))
+    turning: Values = {"Q": None, "OUT": None, "FREQUENCIES": None, "size": 1.0}
+    if rotation is not None:
+        turning |= rotation.values()
+    launch.run({**turning, **tensors, "SEQ": sequences, "start": start, "tokens": k.shape[2]})
+    return tensors.get("OUT")
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, heads, T, D] turned by positions int64 [B or 1, T] x frequencies float32 [D / 2]."""
+def rotate(q: Tensor, k: Tensor, positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, heads, T, D] turned by positions int64 [B or 1, T]."""
     q, k, positions = rows_contiguous(q.detach()), rows_contiguous(k.detach()), positions.contiguous()
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)
     if q.numel() == 0:
@@ -422,7 +430,7 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tupl
     key = ("rotate", q.shape, k.shape, layout, q.dtype, positions.dtype, q.device)
     launch = CACHE.get(key) or CACHE.put(key, Launch(rotation_kernels(q, k, out_q, out_k), {}))
     launch.run({
-        "Q": q, "K": k, "OUT_Q": out_q, "OUT_K": out_k, "POSITIONS": positions, "FREQUENCIES": frequencies,
+        "Q": q, "K": k, "OUT_Q": out_q, "OUT_K": out_k, "POSITIONS": positions, **rotation.values(),
         "T": q.shape[2], "stride_position": 0 if positions.shape[0] == 1 else q.shape[2],
     })  # fmt: skip
     return out_q, out_k

@@ -18,7 +18,7 @@ from trainshort.ops.bias import DECAY, LINEAR, LOG2E, Bias, KernelBias, LinearBi
 from trainshort.ops.problem import DEFAULT_TOLERANCE, Problem
 from trainshort.ops.tracing import is_eager, is_recording, no_double_backward, no_vmap
 from trainshort.ops.triton.cache import CACHE
-from trainshort.ops.triton.call import Call, Saved, Stored, Values, describe, may_skip
+from trainshort.ops.triton.call import Call, Rotation, Saved, Stored, Values, describe, may_skip
 from trainshort.ops.triton.shapes import allows_tf32, borders_of, can_skip, layout_of, rows_contiguous, window_room
 from trainshort.ops.values import check_values, require_positive
 
@@ -136,6 +136,16 @@ def append(k: Tensor, v: Tensor, stored: Stored, start: int = 0, sequences: Tens
         launch.append(k, v, stored, start, sequences)
 
 
+def append_turned(q: Tensor, k: Tensor, v: Tensor, stored: Stored, sequences: Tensor, rotation: Rotation) -> Tensor:
+    """The same where the next query of each row stands, by whose position q and k are turned first: q, turned."""
+    from trainshort.ops.triton import launch
+
+    with on_device(k):
+        out = launch.append(k, v, stored, 0, sequences, q, rotation)
+    assert out is not None
+    return out
+
+
 def step(q: Tensor, stored: Stored, sequences: Tensor, bias: KernelBias, scale: float) -> Tensor:
     """Attention of one query a row to the keys of a cache, whose number only the device knows: like q.
 
@@ -155,12 +165,12 @@ def step(q: Tensor, stored: Stored, sequences: Tensor, bias: KernelBias, scale: 
         )[0]
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embeddings, forward only: q and k [B, heads, T, D], positions int64 [B or 1, T], float32 [D / 2]."""
+def rotate(q: Tensor, k: Tensor, positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotary embeddings, forward only: q and k [B, heads, T, D], positions int64 [B or 1, T]."""
     from trainshort.ops.triton import launch
 
     with on_device(q):
-        return launch.rotate(q, k, positions, frequencies)
+        return launch.rotate(q, k, positions, rotation)
 
 
 def certified_blocks(problem: Problem, block: int) -> Tensor | None:
