@@ -115,7 +115,7 @@ class Steps:
 
     def __init__(self, model: Any, call: Any, static: bool, context: int) -> None:
         self.call = call
-        self.options: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones((1, 0), device="cuda")}
+        self.options: dict[str, Any] = {"use_cache": True}
         if static:
             cache = transformers.StaticCache(config=model.config, max_cache_len=context + ROOM)
         else:
@@ -137,13 +137,18 @@ class Steps:
 
 
 def decoding(compiled: bool) -> list[dict[str, Any]]:
-    model = ts.patch(bloom())
-    records = []
+    model, records = bloom(), []
 
     def add(name: str, context: int, seconds: float, kept: float | None = None) -> None:
         records.append({"model": name, "context": context, "ms": seconds * 1e3, "kept": kept})
         say(f"one token, {name}, after {context}: {seconds * 1e3:.3f} ms, kept {kept}")
 
+    caches = {"static cache": True, "dynamic cache": False}
+    if not compiled:  # beyond some 30,000 tokens there is no memory for the prompt
+        for name, static in caches.items():
+            fresh()
+            add(f"transformers, {name}", 2048, Steps(model, model, static, 2048).seconds())
+    ts.patch(model)
     for context in (2048, 65536):
         fresh()
         if compiled:

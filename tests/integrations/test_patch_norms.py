@@ -148,6 +148,28 @@ def test_steps_measure_new_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([each for each in measured if each > 1]) == 2
 
 
+def test_steps_that_wait_for_the_host_measure_nothing_in_a_short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in one that grows long, all keys once: from there on the new ones alone."""
+    from trainshort.integrations import transformers_cache
+
+    monkeypatch.setattr(transformers_cache, "_waits_for_host", lambda keys: True)
+    static, cache = filled("static"), filled("dynamic")
+    monkeypatch.setattr(transformers_cache, "WORTH", 10**6)
+    assert store(static, 0, *random_keys(1)).norms is None
+    monkeypatch.setattr(transformers_cache, "WORTH", cache.get_seq_length() + 30)
+    measured: list[int] = []
+    above = transformers_cache.norms_above
+    monkeypatch.setattr(transformers_cache, "norms_above", lambda keys: measured.append(keys.shape[2]) or above(keys))
+    for step in range(200):
+        found = store(cache, 0, *random_keys(1))
+        if step < 29:
+            assert found.norms is None
+        else:
+            assert bool((found.norms >= true_norms(found.keys)).all())
+            assert bool((found.norms <= 1.0001 * true_norms(found.keys)).all())
+    assert measured == [transformers_cache.WORTH] + [1] * 170
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_keys_that_are_not_finite_have_no_bound(kind: str) -> None:
     for wrong in (torch.nan, torch.inf):

@@ -22,6 +22,9 @@ from trainshort.ops.problem import BLOCK
 from trainshort.ops.values import trust_norms
 
 FEW = 16  # queries: more read all keys in any case
+# Keys from which a few queries on a GPU look for a window. Torch's dozen small operations for norms take the host as
+# long as the GPU needs to read so many keys several times. Compiled, they cost next to nothing.
+WORTH = 8192
 ATTRIBUTE = "_trainshort_norms"
 
 
@@ -56,6 +59,8 @@ def store(cache: Any, layer_index: int, k: Tensor, v: Tensor) -> Stored:
     keys, values = cache.update(k, v, layer_index)
     kind = type(cache.layers[layer_index])
     norms: Tensor | None = None
+    if k.shape[2] <= FEW and _waits_for_host(keys) and keys.shape[2] < WORTH:
+        return Stored(keys, values, start, None)
     if kind is StaticLayer:
         norms = _static_norms(keys, k.to(keys.dtype), start, known)
     elif kind is DynamicLayer and k.shape[2] <= FEW and not torch.compiler.is_compiling():
@@ -72,6 +77,13 @@ def _known_norms(cache: Any, layer_index: int) -> tuple[Tensor | None, KeyNorms 
     return keys, known if known.version == _version(keys) else None
 
 
+def _waits_for_host(keys: Tensor) -> bool:
+    """Whether each operation is started by Python, one by one, and the GPU is done before the next one comes."""
+    if not keys.is_cuda or torch.compiler.is_compiling():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
 def _version(keys: Tensor) -> int | None:
     return None if keys.is_inference() else keys._version
 
@@ -81,10 +93,16 @@ def _dynamic_norms(keys: Tensor, start: int, known: KeyNorms | None, before: Ten
     end, blocks = keys.shape[2], -(-keys.shape[2] // BLOCK)
     if known is None or known.version is None or before is None or before.shape[2] != start:
         found = _measure(keys)
+    elif end == start + 1:
+        own = _lengths(keys[:, :, start:end])
+        if blocks == known.blocks.shape[2]:
+            own = torch.maximum(own, known.blocks[:, :, -1:])
+        found = torch.cat((known.blocks[:, :, : blocks - 1], own), dim=2)
     else:
         room = blocks - known.blocks.shape[2]
         kept = torch.nn.functional.pad(known.blocks, (0, room)) if room else known.blocks
         found = _with_new(kept, keys[:, :, start:end], start)
+    trust_norms(found)
     setattr(keys, ATTRIBUTE, KeyNorms(found, torch.tensor(end), _version(keys)))
     return found
 
