@@ -16,6 +16,7 @@ results are written after every record, so that a run that is cut off leaves wha
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -242,6 +243,14 @@ def train_a_little(model: ts.LanguageModel, text: Tensor, steps: int, length: in
     say(f"  trained {steps} steps at {length} to a loss of {float(value.detach()):.3f}")
 
 
+@functools.cache
+def trained_weights(steps: int) -> dict[str, Tensor]:
+    """Of the model that generates, after so many steps: for all parts of this process, on the CPU meanwhile."""
+    model = language_model(DECODED)
+    train_a_little(model, library_text().to(DEVICE), steps)
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
 def first_steps() -> Iterator[dict[str, float]]:
     """Seconds of the first training step at 1,024 in a new process with empty caches, all compiling included."""
     found = {}
@@ -303,7 +312,7 @@ def decoding(trained_steps: int) -> Iterator[list[dict[str, Any]]]:
         model = language_model(DECODED, position)
         for weights in ("random", "trained") if position == "alibi" else ("random",):
             if weights == "trained":
-                train_a_little(model.float(), text, trained_steps)
+                model.float().load_state_dict(trained_weights(trained_steps))
             model.to(torch.bfloat16)
             for rows, context in ((1, 2048), (1, 65536), (8, 2048)):
                 prompt = text[: rows * context].view(rows, context)
@@ -403,7 +412,7 @@ def bounded(trained_steps: int) -> Iterator[list[dict[str, Any]]]:
     model = language_model(DECODED)
     for weights in ("random", "trained"):
         if weights == "trained":
-            train_a_little(model.float(), text, trained_steps)
+            model.float().load_state_dict(trained_weights(trained_steps))
         model.to(torch.bfloat16)
         held = feed(model.eval(), text, [65536, 262144, 2**20])
         prompt = text[:65536].view(1, -1)
