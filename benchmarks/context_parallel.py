@@ -25,7 +25,7 @@ from torch import Tensor
 import trainshort as ts
 from trainshort.ops.context import bounds
 from trainshort.ops.context.call import FIELDS
-from trainshort.ops.context.exchange import message_size, places_of
+from trainshort.ops.context.exchange import message_size
 from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Simulated
@@ -95,8 +95,7 @@ def by_formula(length: int, ranks: int, dtype: torch.dtype) -> dict[str, float]:
 def measure(length: int, dtype: torch.dtype) -> dict[str, Any]:
     plans, told = plan(length, RANKS, dtype)
     like = plans[0].problem.k
-    pairs = [(each, owner) for each in plans for owner in range(RANKS) if owner != each.spans.rank]
-    keys = 2 * sum(message_size(places_of(each, owner, each.spans.rank).size, 0, like) for each, owner in pairs)
+    keys = 2 * sum(message_size(places.size, 0, like) for each in plans for places in each.traffic.wanted)
     formula = by_formula(length, RANKS, dtype)
     return {
         "length": length, "ranks": RANKS, "dtype": str(dtype).removeprefix("torch."), "keys": keys, "bounds": told,

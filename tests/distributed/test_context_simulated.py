@@ -10,7 +10,7 @@ from torch import Tensor
 
 import trainshort as ts
 from tests.distributed.context_cases import NAMES, SPANS, Case, make, promised, slices
-from trainshort.ops.context.exchange import message_size, places_of
+from trainshort.ops.context.exchange import message_size
 from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Sent, Simulated
@@ -163,8 +163,7 @@ def test_a_norm_that_is_no_number_is_fetched_by_everyone() -> None:
 
 def fetched_bytes(plan: Plan, k: Tensor) -> int:
     """Of keys and values that a rank fetches."""
-    others = [rank for rank in range(len(plan.spans.lengths)) if rank != plan.spans.rank]
-    return sum(message_size(places_of(plan, owner, plan.spans.rank).size, 0, k) for owner in others)
+    return sum(message_size(places.size, 0, k) for places in plan.traffic.wanted)
 
 
 def test_bytes_are_those_of_the_formula() -> None:

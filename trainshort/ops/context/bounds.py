@@ -56,7 +56,8 @@ def sample_of(problem: Problem) -> Tensor:
 
 
 def center_of(samples: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of all ranks' samples where that makes keys shorter, else 0: [B, Hkv, D]. Any vector is sound."""
+    """The mean of all ranks' samples, as a key has it, where that makes keys shorter, else 0: [B, Hkv, D]. Any
+    vector is sound."""
     total = samples.sum(0)
     sums, count, squares = total[..., :-2], total[..., -2:-1].clamp_min(1.0), total[..., -1:]
     mean = sums / count

@@ -7,39 +7,11 @@ share the key head, or times) and keys and values side by side; on the way back 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from trainshort.ops.context.plan import Plan
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.context.transport import from_bytes, to_bytes
-
-
-class Places(NamedTuple):
-    """Keys of one rank that another needs: row of the batch, key head, and place in the owner's span; int64 [n]."""
-
-    rows: Tensor
-    heads: Tensor
-    keys: Tensor
-
-    @property
-    def size(self) -> int:
-        return self.rows.shape[0]
-
-
-def places_of(plan: Plan, owner: int, reader: int) -> Places:
-    """The keys of `owner` that `reader` needs."""
-    device, kv_heads = plan.problem.q.device, plan.problem.k.shape[1]
-    start = plan.spans.starts[owner]
-    first = (plan.windows[reader, ..., 0] - start).clamp_min(0).flatten()  # [B * Hkv]
-    end = (plan.windows[reader, ..., 1] - start).clamp_max(plan.spans.lengths[owner]).flatten()
-    count = (end - first).clamp_min(0)
-    total = int(count.sum())
-    before = (count.cumsum(0) - count).to(device)
-    lane = torch.arange(len(count), device=device).repeat_interleave(count.to(device), output_size=total)
-    keys = torch.arange(total, device=device) - before[lane] + first.to(device)[lane]
-    return Places(lane // kv_heads, lane % kv_heads, keys)
 
 
 def own_levels(plan: Plan) -> Tensor | None:

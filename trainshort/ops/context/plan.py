@@ -11,6 +11,7 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,49 @@ from trainshort.ops.problem import BLOCK, Problem
 from trainshort.ops.windows import rounding_of_sums
 
 
+class Places(NamedTuple):
+    """Keys of one rank that another needs: row of the batch, key head, and place in the owner's span; int64 [n]."""
+
+    rows: Tensor
+    heads: Tensor
+    keys: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[0]
+
+
+class Traffic(NamedTuple):
+    """By rank: the keys that this one needs of it, and those of this one that it needs."""
+
+    wanted: list[Places]
+    asked: list[Places]
+
+
+def traffic_of(spans: Spans, windows: Tensor, device: torch.device) -> Traffic:
+    """Reader and owner list the same keys in the same order, so that no index is sent. windows: of every rank, on the
+    CPU, [ranks, B, Hkv, 2]."""
+    me, size, kv_heads = spans.rank, len(spans.lengths), windows.shape[2]
+    starts = torch.tensor(spans.starts)[:, None]
+    ends = starts + torch.tensor(spans.lengths)[:, None]
+    first, end = windows.flatten(1, 2).unbind(-1)  # [ranks, B * Hkv]
+    wanted = torch.maximum(first[me], starts) - starts, torch.minimum(end[me], ends) - starts
+    asked = first.clamp_min(spans.start) - spans.start, end.clamp_max(spans.end) - spans.start
+    first, end = (torch.cat(both) for both in zip(wanted, asked, strict=True))  # [2 * ranks, B * Hkv]
+    count = (end - first).clamp_min(0)
+    count[[me, size + me]] = 0
+    sizes, count = count.sum(1).tolist(), count.flatten()
+    shift = first.flatten() - (count.cumsum(0) - count)  # from the place in the list to that among the keys
+    row = torch.arange(windows.shape[1]).repeat_interleave(kv_heads).repeat(2 * size)
+    head = torch.arange(kv_heads).repeat(2 * size * windows.shape[1])
+    count, *lanes = torch.stack((count, shift, row, head)).to(device)
+    total = sum(sizes)
+    shift, rows, heads = torch.stack(lanes).repeat_interleave(count, dim=1, output_size=total)
+    keys = shift + torch.arange(total, device=device)
+    listed = [Places(*each) for each in zip(*(index.split(sizes) for index in (rows, heads, keys)), strict=True)]
+    return Traffic(listed[:size], listed[size:])
+
+
 @dataclass
 class Plan:
     """What a rank computes of a call, and what it needs of the others for it."""
@@ -35,7 +79,9 @@ class Plan:
     levels: Levels
     certified: bool  # whether windows were sought; else everything in sight is fetched
     real: tuple[Tensor, Tensor]  # first and one-past-last key that is no padding, int64 [B] each
+    center: Tensor | None  # that bounds of keys were counted from, [B, Hkv, D]
     windows: Tensor  # of every rank, on the CPU: int64 [ranks, B, Hkv, 2]
+    traffic: Traffic
     front: int  # the first rows of the span that need keys of earlier ranks,
     back: int  # and the last that need keys of later ones: numbers of rows
     documents: list[int] | None  # borders of documents inside the span, counted from its start
@@ -62,7 +108,7 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     found: tuple[Bounds, Tensor, Tensor] | None = None
     if certified:
         samples, largest = others
-        center = bounds_module.center_of(samples, problem.accumulate_dtype)
+        center = bounds_module.center_of(samples, problem.q.dtype).to(problem.accumulate_dtype)
         largest = largest.amax(0).clamp_min(bounds_module.SMALLEST)
         blocks = max(-(-length // BLOCK) for length in spans.lengths)
         gathered = yield Gather(_bounds(problem, levels, center, largest, blocks).tensors())
@@ -76,7 +122,9 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
         levels=levels,
         certified=certified,
         real=real,
+        center=None if found is None else found[1],
         windows=on_cpu,
+        traffic=traffic_of(spans, on_cpu, problem.q.device),
         front=rows[0],
         back=rows[1],
         documents=_documents(call, spans),
