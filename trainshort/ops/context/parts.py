@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainshort.ops.bias import Bias
 from trainshort.ops.context.exchange import Places, level_offset, own_levels
-from trainshort.ops.context.plan import Plan, inner_tolerance
+from trainshort.ops.context.plan import Plan
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dropout import head_seeds
 from trainshort.ops.problem import BLOCK, Problem
@@ -169,7 +169,7 @@ def problem_of(plan: Plan, part: Part, q: Tensor, buffers: Buffers) -> Problem:
         bias=_bias_of(plan, part, buffers),
         causal=plan.problem.causal,
         scale=plan.problem.scale,
-        tolerance=inner_tolerance(plan),
+        tolerance=plan.tolerance,
         key_padding_mask=None if part.packed else _mask_of(plan, part),
         cu_seqlens=cu_seqlens,
         query_start=None if aligned else start,

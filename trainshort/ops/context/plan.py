@@ -18,13 +18,14 @@ from torch import Tensor
 
 from trainshort.ops.bias import LinearBias
 from trainshort.ops.context import bounds as bounds_module
-from trainshort.ops.context.bounds import Bounds, Rows, Run, edges_of, tail_table
+from trainshort.ops.context.bounds import Bounds, Found, Rows, Run, edges_of
 from trainshort.ops.context.call import Call, Spans, agree
 from trainshort.ops.context.levels import Known, Levels, join_levels, known_of, make_gates
 from trainshort.ops.context.transport import Gather, Protocol
 from trainshort.ops.decay import DecayBias, pick
+from trainshort.ops.near import NEAR
 from trainshort.ops.problem import BLOCK, Problem
-from trainshort.ops.windows import rounding_of_sums
+from trainshort.ops.windows import HUGE, rounding_of_sums
 
 
 class Places(NamedTuple):
@@ -78,6 +79,7 @@ class Plan:
     spans: Spans
     levels: Levels
     certified: bool  # whether windows were sought; else everything in sight is fetched
+    tolerance: float  # for what is fetched, or the rank's own, and not visited
     real: tuple[Tensor, Tensor]  # first and one-past-last key that is no padding, int64 [B] each
     center: Tensor | None  # that bounds of keys were counted from, [B, Hkv, D]
     windows: Tensor  # of every rank, on the CPU: int64 [ranks, B, Hkv, 2]
@@ -105,30 +107,41 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     levels = join_levels(call, spans, gates, Known(totals, borders, times))
     real = _real_keys(spans, runs)
     past, future = _runs_in_sight(call, spans, real)
-    found: tuple[Bounds, Tensor, Tensor] | None = None
+    found: Found | None = None
     if certified:
         samples, largest = others
         center = bounds_module.center_of(samples, problem.q.dtype).to(problem.accumulate_dtype)
         largest = largest.amax(0).clamp_min(bounds_module.SMALLEST)
         blocks = max(-(-length // BLOCK) for length in spans.lengths)
-        gathered = yield Gather(_bounds(problem, levels, center, largest, blocks).tensors())
-        found = Bounds.gathered(gathered), center, largest
-    windows, most, rows = _windows(call, spans, levels, (past, future), found)
-    gathered = yield Gather([windows])
-    on_cpu = torch.stack([own for (own,) in gathered]).cpu()
+        own, means = _bounds(call, levels, center, largest, blocks)
+        gathered = yield Gather(own.tensors())
+        found = Found(Bounds.gathered(gathered), center, largest, means)
+    needed = _windows(call, spans, levels, (past, future), found)
+    batch, _, length, _ = problem.q.shape
+    numbers = needed.numbers(problem.k.shape[1], length)
+    gathered = yield Gather([numbers[: numbers.shape[0] // 2 - 1]])
+    windows = torch.stack([own for (own,) in gathered])
+    on_cpu = torch.cat((windows.flatten(), numbers[windows.shape[1] :])).cpu()
+    windows, most, (front, back) = on_cpu.split([windows.numel(), windows.shape[1], 2])
+    windows = windows.view(len(spans.lengths), batch, -1, 2)
+    most = most.view(batch, -1, 2)
+    others = most[..., 0] < most[..., 1] - length  # whether keys of other ranks are in sight
+    # What may be left out is left out twice: half of the tolerance for what is not fetched.
+    halves = 2 if certified and bool(others.any()) else 1
     return Plan(
         call=call,
         spans=spans,
         levels=levels,
         certified=certified,
+        tolerance=problem.tolerance / halves,
         real=real,
-        center=None if found is None else found[1],
-        windows=on_cpu,
-        traffic=traffic_of(spans, on_cpu, problem.q.device),
-        front=rows[0],
-        back=rows[1],
+        center=None if found is None else found.center,
+        windows=windows,
+        traffic=traffic_of(spans, windows, problem.q.device),
+        front=int(front),
+        back=int(back),
         documents=_documents(call, spans),
-        everything=int(((windows == most).all(-1) & (most[..., 0] < most[..., 1] - spans.lengths[rank])).sum()),
+        everything=int(((windows[rank] == most).all(-1) & others).sum()),
     )
 
 
@@ -143,10 +156,7 @@ def _told(call: Call, known: Known, certified: bool) -> list[Tensor]:
         run[0], run[1] = mask.to(torch.int8).argmax(-1), mask.sum(-1)
     told = [*known, run]
     if certified:
-        norms = bounds_module.query_norms(problem)
-        finite = torch.where(torch.isfinite(norms), norms, 0.0)
-        largest = finite.amax(-1) if length else finite.new_zeros(finite.shape[:2])
-        told += [bounds_module.sample_of(problem), largest]
+        told += [bounds_module.sample_of(problem), bounds_module.largest_query(problem)]
     return told
 
 
@@ -192,156 +202,185 @@ def _documents(call: Call, spans: Spans) -> list[int] | None:
     return sorted(set(inside))
 
 
+class Windows(NamedTuple):
+    """The keys that a rank needs, its own span included, and all in sight: first and one-past-last, [B, H] each; and
+    which tiles of rows at the front and at the back of the span need keys of others, bool."""
+
+    low: Tensor
+    high: Tensor
+    most_low: Tensor
+    most_high: Tensor
+    behind: Tensor | None = None  # None: all of them
+    ahead: Tensor | None = None
+
+    def numbers(self, kv_heads: int, length: int) -> Tensor:
+        """The same by key head, and numbers of rows, int64 [4 * B * Hkv + 2]: one tensor for one wait."""
+        group = self.low.shape[1] // kv_heads
+        low, most_low = (first.unflatten(1, (-1, group)).amin(2) for first in (self.low, self.most_low))
+        high, most_high = (end.unflatten(1, (-1, group)).amax(2) for end in (self.high, self.most_high))
+        keys = torch.stack((torch.stack((low, high), -1), torch.stack((most_low, most_high), -1))).flatten()
+        rows = [
+            keys.new_full((1,), length) if needs is None else _rows_of(needs) for needs in (self.behind, self.ahead)
+        ]
+        return torch.cat((keys, *rows))
+
+
+def _rows_of(needs: Tensor) -> Tensor:
+    """How many rows it takes to hold all that need something, int64 [1]. needs: [B, H, tiles]."""
+    if needs.numel() == 0:
+        return needs.new_zeros(1, dtype=torch.int64)
+    places = torch.arange(NEAR, NEAR * needs.shape[-1] + 1, NEAR, device=needs.device)
+    return (needs * places).amax()[None]
+
+
 @torch.no_grad()
-def _windows(
-    call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: tuple[Bounds, Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """The keys that this rank needs, int64 [B, Hkv, 2], its own span included; all in sight, likewise; and how many
-    rows at the front and at the back of the span need keys of others."""
+def _windows(call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: Found | None) -> Windows:
     problem = call.problem
     batch, heads, length, _ = problem.q.shape
     past, future = runs
     low = torch.full((batch, heads), spans.start, dtype=torch.int64, device=problem.q.device)
     high = torch.full_like(low, spans.end)
+    if length == 0:
+        nothing = low[..., :0, None].bool()
+        return Windows(low, high, low, high, nothing, nothing)
     most_low, most_high = low, high
-    front = back = 0
-    if length:
-        looks_back, looks_ahead = (
-            torch.tensor([sight != other for sight in problem.sights], device=low.device)
-            for other in ("future", "past")
-        )
-        furthest = past.first[:, None].expand_as(low)
+    sights = set(problem.sights)
+    if sights != {"future"}:
+        furthest = past.first[:, None]
         if levels.border_before is not None:
             furthest = torch.maximum(furthest, levels.border_before)
-        most_low = torch.where(looks_back, torch.minimum(furthest, low), low)
-        furthest = future.end[:, None].expand_as(high)
+        most_low = torch.minimum(furthest, low)
+        if "future" in sights:
+            most_low = torch.where(_looks(problem, "past"), most_low, low)
+    if sights != {"past"}:
+        furthest = future.end[:, None]
         if levels.border_after is not None:
             furthest = torch.minimum(furthest, levels.border_after)
-        most_high = torch.where(looks_ahead, torch.maximum(furthest, high), high)
-        low, high, front, back = most_low, most_high, length, length
-        if found is not None:
-            low, high, front, back = _certified(call, spans, levels, runs, found, (most_low, most_high))
-    group = heads // problem.k.shape[1]
+        most_high = torch.maximum(furthest, high)
+        if "past" in sights:
+            most_high = torch.where(_looks(problem, "future"), most_high, high)
+    most = Windows(most_low, most_high, most_low, most_high)
+    return most if found is None else _certified(call, spans, levels, runs, found, most)
 
-    def of_key_heads(first: Tensor, end: Tensor) -> Tensor:
-        first, end = first.unflatten(1, (-1, group)).amin(2), end.unflatten(1, (-1, group)).amax(2)
-        return torch.stack((first, end), dim=-1)
 
-    return of_key_heads(low, high), of_key_heads(most_low, most_high), (front, back)
+def _looks(problem: Problem, way: str) -> Tensor:
+    """Which heads look to the past or to the future, bool [H]."""
+    return torch.tensor([sight in (way, "both") for sight in problem.sights], device=problem.q.device)
 
 
 def _certified(
-    call: Call,
-    spans: Spans,
-    levels: Levels,
-    runs: tuple[Run, Run],
-    found: tuple[Bounds, Tensor, Tensor],
-    most: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, int, int]:
-    """The keys that are needed of both sides, [B, H] each, and the numbers of rows that need some."""
-    problem, (bounds, center, largest) = call.problem, found
+    call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: Found, most: Windows
+) -> Windows:
+    problem = call.problem
     length = problem.q.shape[2]
     past, future = runs
     front = slice(0, min(past.document[1] - spans.start, length))
     last = slice(max(future.document[0] - spans.start, 0), length)
-    sides = torch.tensor([1 + (sight == "both") for sight in problem.sights], device=problem.q.device)
-    budget = torch.log(problem.tolerance / 2 / sides.double())[None, :, None]  # [1, H, 1]
-    rows = bounds_module.rows_of(call, spans, levels, bounds, center, front, past)
-    needed, behind = _needed_behind(spans, levels, bounds, rows, largest, budget, past)
-    low = torch.maximum(torch.where(behind.any(-1), needed, spans.start), most[0])
-    count = _rows_of(behind & (most[0] < spans.start)[..., None])
-    if problem.causal:
-        return low, most[1], count, 0
-    if last != front:
-        rows = bounds_module.rows_of(call, spans, levels, bounds, center, last, future)
-    needed, ahead = _needed_ahead(spans, levels, bounds, rows, largest, budget, future)
-    high = torch.minimum(torch.where(ahead.any(-1), needed, spans.end), most[1])
-    return low, high, count, _rows_of(ahead.flip(-1) & (most[1] > spans.end)[..., None])
+    behind = ahead = most.low[..., None].new_zeros((1, 1, 0), dtype=torch.bool)
+    rows: Rows | None = None
+    if any(spans.lengths[: spans.rank]):
+        rows = bounds_module.rows_of(call, spans, levels, found, front, past)
+        needed, behind = _needed(spans, levels, found, rows, past, ahead=False)
+        most = most._replace(low=torch.maximum(needed, most.most_low))
+        behind = behind & (most.most_low < spans.start)[..., None]
+    if not problem.causal and any(spans.lengths[spans.rank + 1 :]):
+        if rows is None or last != front:
+            rows = bounds_module.rows_of(call, spans, levels, found, last, future)
+        needed, ahead = _needed(spans, levels, found, rows, future, ahead=True)
+        most = most._replace(high=torch.minimum(needed, most.most_high))
+        ahead = ahead.flip(-1) & (most.most_high > spans.end)[..., None]
+    return most._replace(behind=behind, ahead=ahead)
 
 
-def _rows_of(needs: Tensor) -> int:
-    """How many rows it takes to hold all that need something: bool [B, H, rows]."""
-    places = torch.arange(1, needs.shape[-1] + 1, device=needs.device)
-    return int((needs * places).amax())
-
-
-def _needed_behind(
-    spans: Spans, levels: Levels, bounds: Bounds, rows: Rows, largest: Tensor, budget: Tensor, run: Run
-) -> tuple[Tensor, Tensor]:
-    """The first key that is needed of earlier ranks, int64 [B, H], and which rows need any, bool [B, H, rows]."""
-    ranks = range(spans.rank)
-    tails = _Tails(spans, levels, bounds, ranks, side=0)
-    place = rows.first + torch.arange(rows.problem.q.shape[2], device=largest.device) + spans.start
-    sees = (place >= run.first[:, None]) & (run.end > run.first)[:, None]
-    skipped, needs = _skipped(tails, levels, rows, largest, budget, sees, ahead=False)
-    first = torch.cat((tails.first, tails.first.new_full((1,), spans.start)))[skipped]
-    return first, needs
-
-
-def _needed_ahead(
-    spans: Spans, levels: Levels, bounds: Bounds, rows: Rows, largest: Tensor, budget: Tensor, run: Run
-) -> tuple[Tensor, Tensor]:
-    """One past the last key that is needed of later ranks, and which rows need any."""
-    ranks = range(len(spans.lengths) - 1, spans.rank, -1)
-    tails = _Tails(spans, levels, bounds, ranks, side=1)
-    place = rows.first + torch.arange(rows.problem.q.shape[2], device=largest.device) + spans.start
-    sees = (place < run.end[:, None]) & (run.end > run.first)[:, None]
-    skipped, needs = _skipped(tails, levels, rows, largest, budget, sees, ahead=True)
-    end = torch.cat((tails.end, tails.end.new_full((1,), spans.end)))[skipped]
-    return end, needs
-
-
-class _Tails:
-    """The blocks of other ranks on one side, from the furthest to the nearest."""
-
-    def __init__(self, spans: Spans, levels: Levels, bounds: Bounds, ranks: range, side: int) -> None:
-        order = slice(None) if side == 0 else slice(None, None, -1)
-        device = bounds.height.device
-        first: list[int] = []
-        end: list[int] = []
-        zero, most, height = ([bounds.height.new_zeros((*bounds.height.shape[2:4], 0))] for _ in range(3))
-        for rank in ranks:
-            length, start = spans.lengths[rank], spans.starts[rank]
-            own = range(-(-length // BLOCK))[order]
-            first += [start + block * BLOCK for block in own]
-            end += [start + min(length, (block + 1) * BLOCK) for block in own]
-            index = torch.tensor(list(own), dtype=torch.int64, device=device)
-            zero.append(bounds.at_zero[rank, side][..., index].double())
-            most.append(bounds.at_most[rank, side][..., index].double())
-            # Counted from the start of this rank's own span, so that numbers stay small.
-            base = (levels.bases[side][rank] - levels.bases[side][spans.rank])[..., None]
-            height.append(bounds.height[rank, side][..., index] + base)
-        self.first = torch.tensor(first, dtype=torch.int64, device=device)
-        self.end = torch.tensor(end, dtype=torch.int64, device=device)
-        self.zero, self.most, self.height = (torch.cat(each, dim=-1) for each in (zero, most, height))
-
-
-def _skipped(
-    tails: _Tails, levels: Levels, rows: Rows, largest: Tensor, budget: Tensor, sees: Tensor, ahead: bool
-) -> tuple[Tensor, Tensor]:
-    """How many of the furthest blocks all rows may skip, int64 [B, H], and which rows may not skip all of them."""
-    blocks = tails.zero.shape[-1]
-    skip = torch.full(largest.shape, blocks, dtype=torch.int64, device=largest.device)
-    needs = torch.zeros_like(rows.near, dtype=torch.bool)
-    if blocks == 0:
-        return skip, needs
+def _needed(spans: Spans, levels: Levels, found: Found, rows: Rows, run: Run, ahead: bool) -> tuple[Tensor, Tensor]:
+    """The first key that is needed of earlier ranks (ahead: one past the last of later ones), int64 [B, H], and which
+    tiles of rows need any, bool [B, H, tiles]."""
+    tails = Tails(spans, levels, found.bounds, ahead)
+    place = spans.start + _places_of(rows)
+    sees = place < run.end[:, None] if ahead else place >= run.first[:, None]
     height = _query_heights(levels, rows, ahead)
-    rounding = rounding_of_sums(height.abs() + tails.height.abs().amax(-1, keepdim=True), blocks)
-    threshold = budget + height - rounding + rows.near
-    unknown = ~torch.isfinite(rows.near) | ~torch.isfinite(threshold)
-    threshold = threshold.masked_fill(unknown, math.inf)
-    below = None
-    for edge in edges_of(rows.norms).unbind(-1):
-        x = edge[..., None]  # [B, H, 1]
-        mine = rows.norms <= x if below is None else (rows.norms > below) & (rows.norms <= x)
-        own = threshold.masked_fill(~mine, math.inf)
-        table = tail_table(tails.zero, tails.most, tails.height, x / largest[..., None])
-        count = torch.searchsorted(table, own.amin(-1, keepdim=True), right=True)[..., 0]
-        skip = torch.minimum(skip, count)
-        needs = needs | (own < table[..., -1:])
-        below = x
-    stuck = unknown & sees[:, None]
-    return skip.masked_fill(stuck.any(-1), 0), needs | stuck
+    x, reach = _by_tile(rows, rows.near + height, sees & (run.end > run.first)[:, None])
+    largest_height = height.abs().amax(-1, keepdim=True) + tails.height.abs().amax(-1, keepdim=True)
+    threshold = _budget(rows.problem) + reach - rounding_of_sums(largest_height, tails.height.shape[-1])
+    stuck = torch.isneginf(threshold) | torch.isnan(threshold)
+    threshold = threshold.masked_fill(stuck, math.inf)
+    edges = edges_of(x)  # [B, H, G]
+    table = tails.table(edges, found)  # [B, H, G, blocks]
+    mine = x[:, :, None] <= edges[..., None]
+    mine[:, :, 1:] &= x[:, :, None] > edges[:, :, :-1, None]
+    own = torch.where(mine, threshold[:, :, None], math.inf)  # [B, H, G, tiles]
+    skip = torch.searchsorted(table, own.amin(-1, keepdim=True), right=True).amin((2, 3))
+    needs = (own < table[..., -1:]).any(2) | stuck
+    return tails.keys[skip.masked_fill(stuck.any(-1), 0)], needs
+
+
+def _budget(problem: Problem) -> Tensor | float:
+    """ln of what may be left out on one side, for each head: [H, 1]."""
+    if problem.causal:
+        return math.log(problem.tolerance / 2)
+    sides = torch.tensor([1 + (sight == "both") for sight in problem.sights], device=problem.q.device)
+    return torch.log(problem.tolerance / 2 / sides.double())[:, None]
+
+
+class Tails:
+    """The blocks of other ranks on one side, from the furthest to the nearest: [B, H, blocks] each."""
+
+    def __init__(self, spans: Spans, levels: Levels, bounds: Bounds, ahead: bool) -> None:
+        ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
+        places = [
+            (start + min(block * BLOCK, length), start + min((block + 1) * BLOCK, length))
+            for start, length in zip(spans.starts[ranks], spans.lengths[ranks], strict=True)
+            for block in range(bounds.height.shape[-1])  # of the longest span: others have none in some
+        ]
+        keys = [end for _, end in reversed(places)] if ahead else [first for first, _ in places]
+        self.keys = torch.tensor([*keys, spans.end if ahead else spans.start], device=bounds.height.device)
+        # Heights are counted from the start of this rank's own span, so that numbers stay small.
+        base, side = levels.bases[ahead], int(ahead)
+        base = (base - base[spans.rank])[..., None]
+        self.zero, self.most, self.height = (
+            _in_a_row(numbers[ranks], ahead)
+            for numbers in (bounds.at_zero[:, side], bounds.at_most[:, side], bounds.height[:, side] + base)
+        )
+
+    def table(self, x: Tensor, found: Found) -> Tensor:
+        """ln of what all blocks up to each can weigh for queries of height 0: [B, H, G, blocks], from the furthest
+        on. x: [B, H, G]."""
+        largest = found.largest[..., None]
+        longest = found.bounds.longest.amax(0).double()
+        longest = longest.repeat_interleave(largest.shape[1] // longest.shape[1], dim=1)[..., None]  # [B, H, 1]
+        share = (x / largest).clamp_max(1.0)[..., None]
+        beyond = ((x - largest).clamp_min(0.0) * longest)[..., None]
+        low, high, heights = (each[:, :, None].double() for each in (self.zero, self.most, self.height))
+        sums = low + share * (high - low) + beyond
+        sums = torch.where(torch.isneginf(low), -HUGE, sums + heights).nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
+        return torch.logcumsumexp(sums, dim=-1)
+
+
+def _in_a_row(numbers: Tensor, reverse: bool) -> Tensor:
+    """[ranks, B, H, blocks] -> [B, H, ranks * blocks]"""
+    numbers = numbers.movedim(0, 2).flatten(2)
+    return numbers.flip(-1) if reverse else numbers
+
+
+def _by_tile(rows: Rows, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest x of each tile of NEAR rows, and the least bound: infinite where no row sees any of these keys, and
+    minus that where nothing is known of one that does. reach: [B, H, rows]; sees: [B, rows]."""
+    known = torch.isfinite(reach)
+    reach = torch.where(known, reach, torch.where(sees[:, None], -math.inf, math.inf))
+    x = rows.norms.masked_fill(torch.isposinf(reach), 0.0)
+    if rows.step > 1:
+        return x, reach
+    missing = -reach.shape[2] % NEAR
+    x, reach = (
+        torch.nn.functional.pad(tensor, (0, missing), value=fill).unflatten(2, (-1, NEAR))
+        for tensor, fill in ((x, 0.0), (reach, math.inf))
+    )
+    return x.amax(-1), reach.amin(-1)
+
+
+def _places_of(rows: Rows) -> Tensor:
+    """Of the rows, or the first of each tile, in the span."""
+    return rows.first + torch.arange(rows.norms.shape[2], device=rows.norms.device) * rows.step
 
 
 def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
@@ -349,11 +388,6 @@ def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
     problem = rows.problem
     if isinstance(problem.bias, LinearBias):
         past, future = (slopes.detach()[..., None] for slopes in problem.bias.both_slopes(torch.float64))
-        position = problem.positions()[:, None].double() + rows.first
+        position = problem.positions()[:, None, :: rows.step].double() + rows.first
         return -future * (position + problem.bias.offset) if ahead else past * position
     return pick(levels.heights[ahead], rows.first + problem.bias_positions()[:, None])
-
-
-def inner_tolerance(plan: Plan) -> float:
-    """For what is fetched and not visited."""
-    return plan.problem.tolerance / 2 if plan.certified else plan.problem.tolerance
