@@ -82,7 +82,7 @@ def by_formula(length: int, ranks: int, dtype: torch.dtype) -> dict[str, float]:
     keys = sum(min(reach, rank * span) for reach in reaches(dtype) for rank in range(1, ranks))
     blocks = -(-span // BLOCK)
     own = 8 * (2 + len(FIELDS))  # what every rank tells every other: sizes,
-    own += 8 * (6 * HEADS + 3 + 2 + HEADS * (DIM + 2) + HEADS)  # heights, runs, a sample of keys, the longest query,
+    own += 8 * (HEADS * (DIM + 2) + HEADS)  # a sample of keys, the longest query,
     own += HEADS * (16 * blocks + bounds.TILES * (8 + 4 * DIM) + 4)  # bounds of blocks and means of tiles,
     own += 16 * HEADS  # and windows
     return {

@@ -55,12 +55,12 @@ def query_norms(problem: Problem) -> Tensor:
 
 def largest_query(problem: Problem) -> Tensor:
     """The largest x of the queries next to other ranks, float64 [B, H]: what X is made of."""
-    ends = [problem.q[:, :, :ENDS]] if problem.causal else [problem.q[:, :, :ENDS], problem.q[:, :, -ENDS:]]
-    norms = row_norms(torch.cat(ends, dim=2))
+    q = problem.q
+    norms = row_norms(q[:, :, :ENDS] if problem.causal else torch.cat((q[:, :, :ENDS], q[:, :, -ENDS:]), dim=2))
     if norms.shape[2] == 0:
         return norms.new_zeros(norms.shape[:2], dtype=torch.float64)
     largest = torch.where(torch.isfinite(norms), norms, 0.0).amax(-1).double()
-    return largest * (1.08 * abs(problem.scale) * slack_of(problem))
+    return largest * (abs(problem.scale) * slack_of(problem))
 
 
 def sample_of(problem: Problem) -> Tensor:
@@ -68,11 +68,12 @@ def sample_of(problem: Problem) -> Tensor:
     k = problem.k
     step = max(1, k.shape[2] // 64)
     sample = k[:, :, ::step].double()
-    real = torch.ones(sample.shape[:1] + sample.shape[2:3], dtype=torch.bool, device=k.device)
-    if problem.key_padding_mask is not None:
+    if problem.key_padding_mask is None:
+        count = sample.new_full((*k.shape[:2], 1), sample.shape[2])
+    else:
         real = problem.key_padding_mask[:, ::step]
-    sample = sample.masked_fill(~real[:, None, :, None], 0.0)
-    count = real.sum(-1).double()[:, None, None].expand(-1, k.shape[1], -1)
+        sample = sample.masked_fill(~real[:, None, :, None], 0.0)
+        count = real.sum(-1).double()[:, None, None].expand(-1, k.shape[1], -1)
     return torch.cat((sample.sum(2), count, sample.square().sum((2, 3))[..., None]), dim=-1)
 
 
@@ -152,9 +153,8 @@ def _bounds_by_kernel(
     last = torch.arange(BLOCK - 1, blocks * BLOCK, BLOCK, device=center.device)
     height = levels.heights[0][..., last.clamp_max(problem.k.shape[2] - 1)].expand(*largest.shape, -1)
     height = height.masked_fill(last >= problem.k.shape[2] + BLOCK - 1, 0.0)
-    zero, most = _upwards(torch.stack((found.at_zero, found.at_most)))
-    told = Bounds(zero[None], most[None], height[None], *_tiles(problem, levels), found.longest.amax(-1))
-    return told, found.means
+    zero, most, longest = found.at_zero[None], found.at_most[None], found.longest.amax(-1)
+    return Bounds(zero, most, height[None], *_tiles(problem, levels), longest), found.means
 
 
 def _by_block(rows: Tensor, blocks: int, fill: float) -> Tensor:

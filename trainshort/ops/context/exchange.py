@@ -2,7 +2,7 @@
 
 Every rank knows the windows of all ranks, so reader and owner list the same keys in the same order and no index is
 sent. A message holds the levels of these keys (under a DecayBias: running sums of gates for the query heads that
-share the key head, or times) and keys and values side by side; on the way back the gradients of the same things.
+share the key head, or times), keys, and values; on the way back the gradients of the same things.
 """
 
 from __future__ import annotations
@@ -36,22 +36,18 @@ def level_offset(plan: Plan, rank: int) -> Tensor:
 
 def message(levels: Tensor | None, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """The bytes of these keys; levels [B, Hkv, L, T], k and v [B, Hkv, T, D]."""
-    index = (places.rows, places.heads, places.keys)
-    both = torch.cat((k[index], v[index]), dim=-1)
-    if levels is None:
-        return to_bytes([both])
-    return to_bytes([levels.movedim(2, 3)[index], both])
+    numbers = [] if levels is None else [levels.movedim(2, 3)[places]]
+    return to_bytes([*numbers, k[places], v[places]])
 
 
 def read_message(data: Tensor, count: int, width: int, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """Levels [n, L] (width), keys and values [n, D] of a message of n keys."""
-    shapes = [((count, 2 * like.shape[3]), like.dtype)]
+    shapes = [((count, like.shape[3]), like.dtype)] * 2
     if width:
-        levels, both = from_bytes(data, [((count, width), torch.float64), *shapes])
-    else:
-        levels, both = None, from_bytes(data, shapes)[0]
-    k, v = both.chunk(2, dim=-1)
-    return levels, k, v
+        levels, k, v = from_bytes(data, [((count, width), torch.float64), *shapes])
+        return levels, k, v
+    k, v = from_bytes(data, shapes)
+    return None, k, v
 
 
 def message_size(count: int, width: int, like: Tensor) -> int:

@@ -179,12 +179,11 @@ def _add_message(
 ) -> None:
     """Keys of a message are different ones, so that adding them needs no order."""
     dk, dv, levels = totals
-    index = (places.rows, places.heads, places.keys)
     for target, own in ((dk, found[1]), (dv, found[2])):
-        target[index] = target[index] + own
+        target[places] = target[places] + own
     if levels is not None and found[0] is not None:
         view = levels.movedim(2, 3)
-        view[index] = view[index] + found[0]
+        view[places] = view[places] + found[0]
 
 
 def _carry_to_earlier_ranks(plan: Plan, levels: Tensor) -> Protocol:

@@ -20,7 +20,7 @@ from trainshort.ops.bias import LinearBias
 from trainshort.ops.context import bounds as bounds_module
 from trainshort.ops.context.bounds import Bounds, Found, Rows, Run, edges_of
 from trainshort.ops.context.call import Call, Spans, agree
-from trainshort.ops.context.levels import Known, Levels, join_levels, known_of, make_gates
+from trainshort.ops.context.levels import Gates, Levels, join_levels, known_of, make_gates
 from trainshort.ops.context.transport import Gather, Protocol
 from trainshort.ops.decay import DecayBias, pick
 from trainshort.ops.near import NEAR
@@ -101,17 +101,16 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     gates = make_gates(call, spans)
     certified = problem.may_skip and isinstance(problem.bias, (LinearBias, DecayBias))
     certified = certified and spans.total > 0 and problem.q.shape[0] > 0
-    told = _told(call, known_of(call, gates), certified)
-    gathered = yield Gather(told)
-    totals, borders, times, runs, *others = (torch.stack(each) for each in zip(*gathered, strict=True))
-    levels = join_levels(call, spans, gates, Known(totals, borders, times))
-    real = _real_keys(spans, runs)
+    told = _told(call, gates, certified)
+    gathered = (yield Gather(list(told.values()))) if told else []
+    of_all = dict(zip(told, (torch.stack(each) for each in zip(*gathered, strict=True)), strict=True))
+    levels = join_levels(call, spans, gates, of_all)
+    real = _real_keys(call, spans, of_all)
     past, future = _runs_in_sight(call, spans, real)
     found: Found | None = None
     if certified:
-        samples, largest = others
-        center = bounds_module.center_of(samples, problem.q.dtype).to(problem.accumulate_dtype)
-        largest = largest.amax(0).clamp_min(bounds_module.SMALLEST)
+        center = bounds_module.center_of(of_all["sample"], problem.q.dtype).to(problem.accumulate_dtype)
+        largest = of_all["largest"].amax(0).clamp_min(bounds_module.SMALLEST)
         blocks = max(-(-length // BLOCK) for length in spans.lengths)
         own, means = _bounds(call, levels, center, largest, blocks)
         gathered = yield Gather(own.tensors())
@@ -146,25 +145,28 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
 
 
 @torch.no_grad()
-def _told(call: Call, known: Known, certified: bool) -> list[Tensor]:
+def _told(call: Call, gates: list[Gates], certified: bool) -> dict[str, Tensor]:
+    """What other ranks are told before bounds are."""
     problem = call.problem
-    batch, _, length, _ = problem.q.shape
     mask = problem.key_padding_mask
-    run = torch.zeros((2, batch), dtype=torch.int64, device=problem.q.device)  # first real key, and how many
-    run[1] = length
-    if mask is not None and length:
-        run[0], run[1] = mask.to(torch.int8).argmax(-1), mask.sum(-1)
-    told = [*known, run]
+    told = known_of(call, gates)
+    if mask is not None:
+        first = mask.to(torch.int8).argmax(-1) if mask.shape[1] else mask.sum(-1)
+        told["run"] = torch.stack((first, mask.sum(-1)))  # first real key, and how many: int64 [2, B]
     if certified:
-        told += [bounds_module.sample_of(problem), bounds_module.largest_query(problem)]
+        told |= {"sample": bounds_module.sample_of(problem), "largest": bounds_module.largest_query(problem)}
     return told
 
 
 _bounds = torch.no_grad()(bounds_module.bounds_of)
 
 
-def _real_keys(spans: Spans, runs: Tensor) -> tuple[Tensor, Tensor]:
-    """First and one-past-last real key of each row of the batch. runs: [ranks, 2, B]."""
+def _real_keys(call: Call, spans: Spans, of_all: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """First and one-past-last real key of each row of the batch."""
+    if call.problem.key_padding_mask is None:
+        zero = torch.zeros(call.problem.q.shape[0], dtype=torch.int64, device=call.problem.q.device)
+        return zero, zero + spans.total
+    runs = of_all["run"]  # [ranks, 2, B]
     starts = torch.tensor(spans.starts, device=runs.device)[:, None]
     first, count = runs[:, 0], runs[:, 1]
     there = count > 0
@@ -187,9 +189,8 @@ def _runs_in_sight(call: Call, spans: Spans, real: tuple[Tensor, Tensor]) -> tup
         for side, place in enumerate((spans.start, spans.end - 1)):
             index = bisect.bisect_right(borders, place) - 1
             documents[side] = (borders[index], borders[index + 1])
-    first, end = real
     past, future = (
-        Run(first.clamp_min(low).clamp_max(high), end.clamp_max(high).clamp_min(low), (low, high))
+        Run(*(real if call.borders is None else [limit.clamp(low, high) for limit in real]), (low, high))
         for low, high in documents
     )
     return past, future

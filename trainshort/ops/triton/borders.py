@@ -36,9 +36,10 @@ def _tiles(values, BD: tl.constexpr):
 
 @triton.jit
 def _log_sum(exponent, inside):
-    """ln of the sum of exp(exponent), infinite where one of them is."""
+    """ln of the sum of exp(exponent), and not less for want of digits; infinite where one of them is."""
     most = tl.max(tl.where(inside, exponent, -float("inf")), 0)
-    total = most + tl.log(tl.sum(tl.where(inside, tl.exp(exponent - most), 0.0), 0)) + 2e-5
+    total = most + tl.log(tl.sum(tl.where(inside, tl.exp(exponent - most), 0.0), 0))
+    total += ROUNDING * tl.abs(total) + 3e-5
     return tl.where((most > -float("inf")) & (most < float("inf")), total, most)
 
 
