@@ -150,11 +150,14 @@ def _bounds_by_kernel(
     from trainshort.ops.triton import borders
 
     found = borders.keys(problem.k, center, problem.linear.slopes, largest, blocks)
-    last = torch.arange(BLOCK - 1, blocks * BLOCK, BLOCK, device=center.device)
-    height = levels.heights[0][..., last.clamp_max(problem.k.shape[2] - 1)].expand(*largest.shape, -1)
-    height = height.masked_fill(last >= problem.k.shape[2] + BLOCK - 1, 0.0)
-    zero, most, longest = found.at_zero[None], found.at_most[None], found.longest.amax(-1)
-    return Bounds(zero, most, height[None], *_tiles(problem, levels), longest), found.means
+    length, tiles = problem.k.shape[2], problem.k.shape[2] // NEAR
+    if length % NEAR == 0 and tiles >= TILES:
+        means = found.means[:, :, tiles - TILES : tiles]
+        heights = torch.zeros((*largest.shape, TILES), dtype=torch.float64, device=means.device)  # nobody asks
+    else:
+        means, heights = _tiles(problem, levels)
+    numbers = (each[None] for each in (found.at_zero, found.at_most, found.height))
+    return Bounds(*numbers, means, heights, found.longest.amax(-1)), found.means
 
 
 def _by_block(rows: Tensor, blocks: int, fill: float) -> Tensor:
@@ -194,13 +197,12 @@ class Run:
 
 @dataclass
 class Rows:
-    """Some rows of a rank's span, or tiles of them, all of one document, and what is known of them."""
+    """Some rows of a rank's span, all of one document, and what is known of them."""
 
     problem: Problem  # of these queries and the keys at their places
     first: int  # the first of them in the span
-    norms: Tensor  # x, [B, H, rows]; of a tile the largest
+    norms: Tensor  # x, [B, H, rows]
     near: Tensor  # a lower bound of the log-sum-exp, [B, H, rows]; not finite where none is known
-    step: int = 1  # rows of a tile, which is looked at as if all of them stood where the first does
 
 
 def rows_of(call: Call, spans: Spans, levels: Levels, found: Found, rows: slice, real: Run) -> Rows:
@@ -208,9 +210,6 @@ def rows_of(call: Call, spans: Spans, levels: Levels, found: Found, rows: slice,
     problem = _part(call.problem, rows)
     bounds, center = found.bounds, found.center
     longest = bounds.longest.amax(0)
-    before_me = _tiles_before(spans, real)
-    if found.means is not None and rows.start == 0 and before_me is not None:
-        return _rows_by_kernel(problem, found, longest, before_me)
     norms = query_norms(problem)
     few = slice(0, None if problem.key_padding_mask is not None or not problem.bias_is_linear else 2 * NEAR)
     near = torch.full_like(norms, -math.inf)
@@ -230,18 +229,7 @@ def rows_of(call: Call, spans: Spans, levels: Levels, found: Found, rows: slice,
     return Rows(problem, rows.start, norms, with_slack(problem, near, center, norms, longest))
 
 
-def _rows_by_kernel(problem: Problem, found: Found, longest: Tensor, before: tuple[int, int]) -> Rows:
-    from trainshort.ops.triton import borders
-
-    assert found.means is not None
-    rank, tiles = before
-    means = torch.cat((found.bounds.means[rank], found.means), dim=2)
-    slopes = problem.linear.slopes
-    norms, near = borders.queries(problem.q, means, tiles, found.center, slopes, problem.scale)
-    return Rows(problem, 0, norms, with_slack(problem, near.double(), found.center, norms, longest), NEAR)
-
-
-def _tiles_before(spans: Spans, real: Run) -> tuple[int, int] | None:
+def tiles_before(spans: Spans, real: Run) -> tuple[int, int] | None:
     """The rank in front of a span, and how many tiles at its end are of the document of the first rows."""
     ranks = [rank for rank in range(spans.rank) if spans.lengths[rank]]
     tiles = min(TILES, spans.lengths[ranks[-1]] // NEAR, (spans.start - real.document[0]) // NEAR) if ranks else 0
@@ -264,7 +252,7 @@ def _queries(problem: Problem, rows: slice) -> Problem:
 def _with_tiles_before(problem: Problem, spans: Spans, levels: Levels, bounds: Bounds, real: Run) -> Problem | None:
     """The first rows, with tiles of keys in front of them that stand for those of the rank before: each key is the
     mean of its tile, which is all that `mean_key_score` looks at."""
-    found = _tiles_before(spans, real)
+    found = tiles_before(spans, real)
     if found is None:
         return None
     rank, tiles = found

@@ -205,7 +205,7 @@ def _documents(call: Call, spans: Spans) -> list[int] | None:
 
 class Windows(NamedTuple):
     """The keys that a rank needs, its own span included, and all in sight: first and one-past-last, [B, H] each; and
-    which tiles of rows at the front and at the back of the span need keys of others, bool."""
+    how many rows at the front and at the back of the span hold all that need keys of others."""
 
     low: Tensor
     high: Tensor
@@ -221,17 +221,12 @@ class Windows(NamedTuple):
         high, most_high = (end.unflatten(1, (-1, group)).amax(2) for end in (self.high, self.most_high))
         keys = torch.stack((torch.stack((low, high), -1), torch.stack((most_low, most_high), -1))).flatten()
         rows = [
-            keys.new_full((1,), length) if needs is None else _rows_of(needs) for needs in (self.behind, self.ahead)
+            keys.new_full((1,), length)
+            if count is None or not count.numel()
+            else count.flatten().amax(0, keepdim=True)
+            for count in (self.behind, self.ahead)
         ]
         return torch.cat((keys, *rows))
-
-
-def _rows_of(needs: Tensor) -> Tensor:
-    """How many rows it takes to hold all that need something, int64 [1]. needs: [B, H, tiles]."""
-    if needs.numel() == 0:
-        return needs.new_zeros(1, dtype=torch.int64)
-    places = torch.arange(NEAR, NEAR * needs.shape[-1] + 1, NEAR, device=needs.device)
-    return (needs * places).amax()[None]
 
 
 @torch.no_grad()
@@ -242,7 +237,7 @@ def _windows(call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], fo
     low = torch.full((batch, heads), spans.start, dtype=torch.int64, device=problem.q.device)
     high = torch.full_like(low, spans.end)
     if length == 0:
-        nothing = low[..., :0, None].bool()
+        nothing = torch.zeros_like(low)
         return Windows(low, high, low, high, nothing, nothing)
     most_low, most_high = low, high
     sights = set(problem.sights)
@@ -277,27 +272,31 @@ def _certified(
     past, future = runs
     front = slice(0, min(past.document[1] - spans.start, length))
     last = slice(max(future.document[0] - spans.start, 0), length)
-    behind = ahead = most.low[..., None].new_zeros((1, 1, 0), dtype=torch.bool)
+    behind = ahead = torch.zeros_like(most.low)
     rows: Rows | None = None
     if any(spans.lengths[: spans.rank]):
-        rows = bounds_module.rows_of(call, spans, levels, found, front, past)
-        needed, behind = _needed(spans, levels, found, rows, past, ahead=False)
+        before = bounds_module.tiles_before(spans, past)
+        if found.means is not None and before is not None:
+            needed, behind = _needed_by_kernel(call, spans, levels, found, front.stop, before)
+        else:
+            rows = bounds_module.rows_of(call, spans, levels, found, front, past)
+            needed, behind = _needed(spans, levels, found, rows, past, ahead=False)
         most = most._replace(low=torch.maximum(needed, most.most_low))
-        behind = behind & (most.most_low < spans.start)[..., None]
+        behind = behind * (most.most_low < spans.start)
     if not problem.causal and any(spans.lengths[spans.rank + 1 :]):
         if rows is None or last != front:
             rows = bounds_module.rows_of(call, spans, levels, found, last, future)
         needed, ahead = _needed(spans, levels, found, rows, future, ahead=True)
         most = most._replace(high=torch.minimum(needed, most.most_high))
-        ahead = ahead.flip(-1) & (most.most_high > spans.end)[..., None]
+        ahead = ahead * (most.most_high > spans.end)
     return most._replace(behind=behind, ahead=ahead)
 
 
 def _needed(spans: Spans, levels: Levels, found: Found, rows: Rows, run: Run, ahead: bool) -> tuple[Tensor, Tensor]:
-    """The first key that is needed of earlier ranks (ahead: one past the last of later ones), int64 [B, H], and which
-    tiles of rows need any, bool [B, H, tiles]."""
+    """The first key that is needed of earlier ranks (ahead: one past the last of later ones), and how many rows it
+    takes to hold all that need any, from the span's start (ahead: its end): int64 [B, H] each."""
     tails = Tails(spans, levels, found.bounds, ahead)
-    place = spans.start + _places_of(rows)
+    place = spans.start + rows.first + torch.arange(rows.near.shape[2], device=rows.near.device)
     sees = place < run.end[:, None] if ahead else place >= run.first[:, None]
     height = _query_heights(levels, rows, ahead)
     x, reach = _by_tile(rows, rows.near + height, sees & (run.end > run.first)[:, None])
@@ -312,7 +311,30 @@ def _needed(spans: Spans, levels: Levels, found: Found, rows: Rows, run: Run, ah
     own = torch.where(mine, threshold[:, :, None], math.inf)  # [B, H, G, tiles]
     skip = torch.searchsorted(table, own.amin(-1, keepdim=True), right=True).amin((2, 3))
     needs = (own < table[..., -1:]).any(2) | stuck
-    return tails.keys[skip.masked_fill(stuck.any(-1), 0)], needs
+    needs = needs.flip(-1) if ahead else needs
+    count = torch.arange(NEAR, NEAR * needs.shape[-1] + 1, NEAR, device=needs.device)
+    return tails.keys[skip.masked_fill(stuck.any(-1), 0)], (needs * count).amax(-1)
+
+
+def _needed_by_kernel(
+    call: Call, spans: Spans, levels: Levels, found: Found, rows: int, before: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The same of earlier ranks. rows: the first of the span; before: as `tiles_before` says."""
+    from trainshort.ops.triton import borders
+
+    assert found.means is not None
+    problem, bounds = call.problem, found.bounds
+    rank, tiles = before
+    means = torch.cat((bounds.means[rank], found.means), dim=2)
+    slopes = problem.linear.slopes
+    x, least = borders.queries(problem.q[:, :, :rows], means, tiles, found.center, slopes, problem.scale)
+    bases = levels.bases[0] - levels.bases[0][spans.rank]
+    others = borders.Others(
+        bounds.at_zero, bounds.at_most, bounds.height, bounds.longest, bases, spans.rank, spans.total,
+        math.log(problem.tolerance / 2),
+    )  # fmt: skip
+    skip, count = borders.needed(x, least, others, found.center, found.largest, slopes)
+    return _keys_of_blocks(spans, bounds, ahead=False)[skip], count
 
 
 def _budget(problem: Problem) -> Tensor | float:
@@ -327,14 +349,8 @@ class Tails:
     """The blocks of other ranks on one side, from the furthest to the nearest: [B, H, blocks] each."""
 
     def __init__(self, spans: Spans, levels: Levels, bounds: Bounds, ahead: bool) -> None:
+        self.keys = _keys_of_blocks(spans, bounds, ahead)
         ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
-        places = [
-            (start + min(block * BLOCK, length), start + min((block + 1) * BLOCK, length))
-            for start, length in zip(spans.starts[ranks], spans.lengths[ranks], strict=True)
-            for block in range(bounds.height.shape[-1])  # of the longest span: others have none in some
-        ]
-        keys = [end for _, end in reversed(places)] if ahead else [first for first, _ in places]
-        self.keys = torch.tensor([*keys, spans.end if ahead else spans.start], device=bounds.height.device)
         # Heights are counted from the start of this rank's own span, so that numbers stay small.
         base, side = levels.bases[ahead], int(ahead)
         base = (base - base[spans.rank])[..., None]
@@ -357,6 +373,18 @@ class Tails:
         return torch.logcumsumexp(sums, dim=-1)
 
 
+def _keys_of_blocks(spans: Spans, bounds: Bounds, ahead: bool) -> Tensor:
+    """The first key that is needed (ahead: one past the last) when so many of the furthest blocks are left out."""
+    ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
+    places = [
+        (start + min(block * BLOCK, length), start + min((block + 1) * BLOCK, length))
+        for start, length in zip(spans.starts[ranks], spans.lengths[ranks], strict=True)
+        for block in range(bounds.height.shape[-1])  # of the longest span: others have none in some
+    ]
+    keys = [end for _, end in reversed(places)] if ahead else [first for first, _ in places]
+    return torch.tensor([*keys, spans.end if ahead else spans.start], device=bounds.height.device)
+
+
 def _in_a_row(numbers: Tensor, reverse: bool) -> Tensor:
     """[ranks, B, H, blocks] -> [B, H, ranks * blocks]"""
     numbers = numbers.movedim(0, 2).flatten(2)
@@ -369,8 +397,6 @@ def _by_tile(rows: Rows, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
     known = torch.isfinite(reach)
     reach = torch.where(known, reach, torch.where(sees[:, None], -math.inf, math.inf))
     x = rows.norms.masked_fill(torch.isposinf(reach), 0.0)
-    if rows.step > 1:
-        return x, reach
     missing = -reach.shape[2] % NEAR
     x, reach = (
         torch.nn.functional.pad(tensor, (0, missing), value=fill).unflatten(2, (-1, NEAR))
@@ -379,16 +405,11 @@ def _by_tile(rows: Rows, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
     return x.amax(-1), reach.amin(-1)
 
 
-def _places_of(rows: Rows) -> Tensor:
-    """Of the rows, or the first of each tile, in the span."""
-    return rows.first + torch.arange(rows.norms.shape[2], device=rows.norms.device) * rows.step
-
-
 def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
     """The heights of queries, float64 [B or 1, H, rows], counted from the start of the span."""
     problem = rows.problem
     if isinstance(problem.bias, LinearBias):
         past, future = (slopes.detach()[..., None] for slopes in problem.bias.both_slopes(torch.float64))
-        position = problem.positions()[:, None, :: rows.step].double() + rows.first
+        position = problem.positions()[:, None].double() + rows.first
         return -future * (position + problem.bias.offset) if ahead else past * position
     return pick(levels.heights[ahead], rows.first + problem.bias_positions()[:, None])
