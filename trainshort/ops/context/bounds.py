@@ -59,7 +59,7 @@ def largest_query(problem: Problem) -> Tensor:
     norms = row_norms(q[:, :, :ENDS] if problem.causal else torch.cat((q[:, :, :ENDS], q[:, :, -ENDS:]), dim=2))
     if norms.shape[2] == 0:
         return norms.new_zeros(norms.shape[:2], dtype=torch.float64)
-    largest = torch.where(torch.isfinite(norms), norms, 0.0).amax(-1).double()
+    largest = norms.nan_to_num(nan=0.0, posinf=0.0).amax(-1).double()
     return largest * (abs(problem.scale) * slack_of(problem))
 
 
@@ -84,7 +84,7 @@ def center_of(samples: Tensor, dtype: torch.dtype) -> Tensor:
     sums, count, squares = total[..., :-2], total[..., -2:-1].clamp_min(1.0), total[..., -1:]
     mean = sums / count
     shorter = squares - count * mean.square().sum(-1, keepdim=True) < 0.81 * squares
-    return torch.where(shorter & torch.isfinite(mean), mean, 0.0).to(dtype)
+    return torch.where(shorter, mean, 0.0).to(dtype)  # NaN compares false, and an infinity makes one
 
 
 @dataclass
@@ -156,8 +156,8 @@ def _bounds_by_kernel(
         heights = torch.zeros((*largest.shape, TILES), dtype=torch.float64, device=means.device)  # nobody asks
     else:
         means, heights = _tiles(problem, levels)
-    numbers = (each[None] for each in (found.at_zero, found.at_most, found.height))
-    return Bounds(*numbers, means, heights, found.longest.amax(-1)), found.means
+    zero, most, height = (each[None] for each in (found.at_zero, found.at_most, found.height))
+    return Bounds(zero, most, height, means, heights, found.longest.amax(-1)), found.means
 
 
 def _by_block(rows: Tensor, blocks: int, fill: float) -> Tensor:

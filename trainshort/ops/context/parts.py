@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainshort.ops.bias import Bias
-from trainshort.ops.context.exchange import Places, level_offset, own_levels
-from trainshort.ops.context.plan import Plan
+from trainshort.ops.context.exchange import level_offset, own_levels
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dropout import head_seeds
 from trainshort.ops.problem import BLOCK, Problem

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from trainshort.ops import operators
-from trainshort.ops.context.exchange import Places, message, message_size, own_levels, read_message
+from trainshort.ops.context.exchange import message, message_size, own_levels, read_message
 from trainshort.ops.context.levels import Gates, Levels
 from trainshort.ops.context.parts import Fetched, Part, buffers_of, parts_of, problem_of
-from trainshort.ops.context.plan import Plan
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.context.transport import Gather, ProcessGroup, Protocol, Simulated, Start, Wait
 from trainshort.ops.dispatch import backend_of
 

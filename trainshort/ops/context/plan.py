@@ -189,10 +189,11 @@ def _runs_in_sight(call: Call, spans: Spans, real: tuple[Tensor, Tensor]) -> tup
         for side, place in enumerate((spans.start, spans.end - 1)):
             index = bisect.bisect_right(borders, place) - 1
             documents[side] = (borders[index], borders[index + 1])
-    past, future = (
-        Run(*(real if call.borders is None else [limit.clamp(low, high) for limit in real]), (low, high))
-        for low, high in documents
-    )
+    first, end = real
+    if call.borders is None:
+        whole = Run(first, end, (0, spans.total))
+        return whole, whole
+    past, future = (Run(first.clamp(low, high), end.clamp(low, high), (low, high)) for low, high in documents)
     return past, future
 
 

@@ -47,8 +47,8 @@ def _log_sum(exponent, inside):
 
 @triton.jit
 def keys_kernel(
-    K, CENTER, SLOPES, LARGEST, AT_ZERO, AT_MOST, HEIGHT, NORMS, MEANS, stride_b, stride_h, stride_t, stride_slope, Hk,
-    group, T, D: tl.constexpr, BD: tl.constexpr,
+    K, CENTER, SLOPES, LARGEST, AT_ZERO, AT_MOST, HEIGHT, NORMS, MEANS, stride_b, stride_h, stride_t, stride_slope,
+    Hk, group, T, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
