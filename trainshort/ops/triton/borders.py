@@ -82,7 +82,7 @@ def keys_kernel(
         tl.store(AT_MOST + at_head, _log_sum(x * n * (1.0 + ROUNDING) - slope * away, inside))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["before"])
 def queries_kernel(
     Q, MEANS, CENTER, SLOPES, X, LEAST, scale, stride_b, stride_h, stride_t, stride_slope, H, group, T, before, tiles,
     D: tl.constexpr, BD: tl.constexpr,
@@ -142,7 +142,7 @@ def _running_sums(x, X, longest, low, high, height, before, spare, inside):
     return tl.sum((inside & (sums <= spare)).to(tl.int32), 0), tl.max(sums, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranks", "earlier"])
 def needed_kernel(
     X, LEAST, ZERO, MOST, HEIGHT, BASE, LARGEST, LONGEST, CENTER, SLOPES, SKIP, NEEDING, budget, length,
     stride_slope, stride_rank, stride_base, ranks, earlier, B, H, group, tiles, blocks,
@@ -234,9 +234,9 @@ def keys(k: Tensor, center: Tensor, slopes: Tensor, largest: Tensor, blocks: int
     slopes = slopes.detach().contiguous()
     with on_device(k):
         keys_kernel[(blocks, kv_heads, batch)](
-            k, center.contiguous(), slopes, largest.contiguous(), zero, most, height, longest, means,
-            k.stride(0), k.stride(1), k.stride(2), heads if slopes.dim() == 2 else 0, kv_heads, heads // kv_heads,
-            length, D=dim, BD=block_dim(dim), num_warps=4,
+            K=k, CENTER=center.contiguous(), SLOPES=slopes, LARGEST=largest.contiguous(), AT_ZERO=zero, AT_MOST=most,
+            HEIGHT=height, NORMS=longest, MEANS=means, stride_slope=heads if slopes.dim() == 2 else 0, Hk=kv_heads,
+            group=heads // kv_heads, T=length, **_rows(k),
         )  # fmt: skip
     return Keys(zero, most, height, longest, means)
 
@@ -250,7 +250,7 @@ def queries(
     means: of BEFORE tiles in front of the span, of which the last `before` count, then of its own.
     """
     q = rows_contiguous(q.detach())
-    batch, heads, length, dim = q.shape
+    batch, heads, length, _ = q.shape
     blocks = -(-length // ROWS)
     x, least = (
         torch.empty((batch, heads, blocks * (ROWS // near.NEAR)), dtype=torch.float32, device=q.device)
@@ -259,9 +259,9 @@ def queries(
     slopes = slopes.detach().contiguous()
     with on_device(q):
         queries_kernel[(blocks, heads, batch)](
-            q, means.contiguous(), center.contiguous(), slopes, x, least, scale, q.stride(0), q.stride(1),
-            q.stride(2), heads if slopes.dim() == 2 else 0, heads, heads // means.shape[1], length, before,
-            means.shape[2] - BEFORE, D=dim, BD=block_dim(dim), num_warps=4,
+            Q=q, MEANS=means.contiguous(), CENTER=center.contiguous(), SLOPES=slopes, X=x, LEAST=least,
+            scale=float(scale), stride_slope=heads if slopes.dim() == 2 else 0, H=heads,
+            group=heads // means.shape[1], T=length, before=before, tiles=means.shape[2] - BEFORE, **_rows(q),
         )  # fmt: skip
     tiles = -(-length // near.NEAR)
     return x[..., :tiles], least[..., :tiles]
@@ -291,11 +291,19 @@ def needed(
     tiles, dim = x.shape[2], center.shape[2]
     with on_device(x):
         needed_kernel[(heads, batch)](
-            x.contiguous(), least.contiguous(), others.at_zero, others.at_most, others.height, bases,
-            largest.contiguous(), others.longest, center.contiguous(), slopes, skip, needing, others.budget,
-            float(others.length), heads if slopes.dim() == 2 else 0, bases.stride(0),
-            heads if bases.shape[1] > 1 else 0, ranks, others.earlier, batch, heads, heads // center.shape[1], tiles,
-            blocks, D=dim, BD=block_dim(dim), TOGETHER=min(1024, triton.next_power_of_2(max(tiles, blocks))),
-            num_warps=4,
+            X=x.contiguous(), LEAST=least.contiguous(), ZERO=others.at_zero, MOST=others.at_most,
+            HEIGHT=others.height, BASE=bases, LARGEST=largest.contiguous(), LONGEST=others.longest,
+            CENTER=center.contiguous(), SLOPES=slopes, SKIP=skip, NEEDING=needing, budget=others.budget,
+            length=float(others.length), stride_slope=heads if slopes.dim() == 2 else 0, stride_rank=bases.stride(0),
+            stride_base=heads if bases.shape[1] > 1 else 0, ranks=ranks, earlier=others.earlier, B=batch, H=heads,
+            group=heads // center.shape[1], tiles=tiles, blocks=blocks, D=dim, BD=block_dim(dim),
+            TOGETHER=min(1024, triton.next_power_of_2(max(tiles, blocks))), num_warps=4,
         )  # fmt: skip
     return skip, needing
+
+
+def _rows(tensor: Tensor) -> dict[str, int]:
+    """How rows [B, H, T, D] are read."""
+    dim = tensor.shape[3]
+    strides = dict(zip(("stride_b", "stride_h", "stride_t"), tensor.stride()[:3], strict=True))
+    return {**strides, "D": dim, "BD": block_dim(dim), "num_warps": 4 if dim <= 64 else 8}
