@@ -81,10 +81,10 @@ def center_of(samples: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean of all ranks' samples, as a key has it, where that makes keys shorter, else 0: [B, Hkv, D]. Any
     vector is sound."""
     total = samples.sum(0)
-    sums, count, squares = total[..., :-2], total[..., -2:-1].clamp_min(1.0), total[..., -1:]
+    sums, count, squares = total[..., :-2], total[..., -2:-1], total[..., -1:]
     mean = sums / count
-    shorter = squares - count * mean.square().sum(-1, keepdim=True) < 0.81 * squares
-    return torch.where(shorter, mean, 0.0).to(dtype)  # NaN compares false, and an infinity makes one
+    shorter = (sums * mean).sum(-1, keepdim=True) > 0.19 * squares  # not for NaN or where squares are infinite
+    return torch.where(shorter, mean, 0.0).to(dtype)
 
 
 @dataclass

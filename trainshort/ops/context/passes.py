@@ -86,9 +86,9 @@ def _compute(plan: Plan, part: Part, inputs: tuple[Tensor, Tensor, Tensor], fetc
 class Gradients:
     """Of one rank's inputs, while they are added up."""
 
-    q: list[tuple[slice, Tensor]]  # of the rows of each part
-    k: Tensor | None = None
-    v: Tensor | None = None
+    q: list[tuple[slice, Tensor]] = field(default_factory=list)  # of the rows of each part
+    k: list[tuple[slice, Tensor]] = field(default_factory=list)  # of the keys of each part that are the rank's own
+    v: list[tuple[slice, Tensor]] = field(default_factory=list)
     levels: Tensor | None = None  # of running sums of gates, float64 [B, Hkv, L, T]
     bias: dict[str, Tensor] = field(default_factory=dict)  # of the learned tensors that all rows share
 
@@ -98,7 +98,7 @@ def backward(plan: Plan, computed: Sequence[Computed], grad: Tensor, want_bias: 
     k = plan.problem.k
     wants_levels = want_bias and bool(plan.levels.gates)
     width = sum(gates.sums.shape[1] // k.shape[1] for gates in plan.levels.gates) if wants_levels else 0
-    total = Gradients([])
+    total = Gradients()
     if width:
         total.levels = torch.zeros((*k.shape[:2], width, k.shape[2]), dtype=torch.float64, device=k.device)
     send = [torch.empty(0, dtype=torch.uint8, device=k.device)] * len(plan.spans.lengths)
@@ -111,9 +111,7 @@ def backward(plan: Plan, computed: Sequence[Computed], grad: Tensor, want_bias: 
         if not each.part.ranks(plan):
             _differentiate(plan, each, grad, want_bias, total)
     received = yield Wait(started)
-    dk, dv = (
-        torch.zeros(k.shape, dtype=k.dtype, device=k.device) if each is None else each for each in (total.k, total.v)
-    )
+    dk, dv = _keys_together(k, total.k), _keys_together(k, total.v)
     for places, data in zip(plan.traffic.asked, received, strict=True):
         if places.size:
             _add_message((dk, dv, total.levels), places, read_message(data, places.size, width, k))
@@ -141,20 +139,19 @@ def _differentiate(
         total.levels[..., own] += levels[..., place]
     elif want_bias:
         _add_bias(plan, gradients, total)
-    total.k, total.v = (
-        _add_keys(sum_so_far, gradients[name][:, :, place], own, plan.problem.k.shape[2])
-        for name, sum_so_far in (("k", total.k), ("v", total.v))
-    )
+    total.k.append((own, gradients["k"][:, :, place]))
+    total.v.append((own, gradients["v"][:, :, place]))
     return gradients["k"], gradients["v"], levels
 
 
-def _add_keys(total: Tensor | None, found: Tensor, own: slice, length: int) -> Tensor:
-    """Gradients of the keys of a span, or of some of these, to those of the keys of all of it."""
-    if found.shape[2] == length:
-        return found if total is None else found.add_(total)
-    if total is None:
-        total = found.new_zeros((*found.shape[:2], length, found.shape[3]))
-    total[:, :, own] += found
+def _keys_together(like: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """The sum of what parts found for keys of the span, [B, Hkv, T, D]. One that has all of them, if any, is written
+    to, so that only what they share is added."""
+    whole = [index for index, (_, found) in enumerate(parts) if found.shape[2] == like.shape[2]]
+    total = parts[whole[0]][1] if whole else torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    for index, (own, found) in enumerate(parts):
+        if index not in whole[:1]:
+            total[:, :, own] += found
     return total
 
 

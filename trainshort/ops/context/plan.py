@@ -122,8 +122,8 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     windows = torch.stack([own for (own,) in gathered])
     on_cpu = torch.cat((windows.flatten(), numbers[windows.shape[1] :])).cpu()
     windows, most, (front, back) = on_cpu.split([windows.numel(), windows.shape[1], 2])
-    windows = windows.view(len(spans.lengths), batch, -1, 2)
-    most = most.view(batch, -1, 2)
+    windows = windows.view(len(spans.lengths), 2, batch, -1).movedim(1, 3)
+    most = most.view(2, batch, -1).movedim(0, 2)
     others = most[..., 0] < most[..., 1] - length  # whether keys of other ranks are in sight
     # What may be left out is left out twice: half of the tolerance for what is not fetched.
     halves = 2 if certified and bool(others.any()) else 1
@@ -216,18 +216,17 @@ class Windows(NamedTuple):
     ahead: Tensor | None = None
 
     def numbers(self, kv_heads: int, length: int) -> Tensor:
-        """The same by key head, and numbers of rows, int64 [4 * B * Hkv + 2]: one tensor for one wait."""
+        """Keys by key head, [4, B, Hkv], and two numbers of rows: int64 in one row, for one wait."""
         group = self.low.shape[1] // kv_heads
-        low, most_low = (first.unflatten(1, (-1, group)).amin(2) for first in (self.low, self.most_low))
-        high, most_high = (end.unflatten(1, (-1, group)).amax(2) for end in (self.high, self.most_high))
-        keys = torch.stack((torch.stack((low, high), -1), torch.stack((most_low, most_high), -1))).flatten()
+        limits = torch.stack(torch.broadcast_tensors(self.low, self.high, self.most_low, self.most_high))
+        if group > 1:
+            limits = limits.unflatten(2, (-1, group))
+            limits = torch.stack((limits[::2].amin(3), limits[1::2].amax(3)), dim=1)
         rows = [
-            keys.new_full((1,), length)
-            if count is None or not count.numel()
-            else count.flatten().amax(0, keepdim=True)
+            limits.new_full((1,), length) if count is None or not count.numel() else count.flatten().amax(0, True)
             for count in (self.behind, self.ahead)
         ]
-        return torch.cat((keys, *rows))
+        return torch.cat((limits.flatten(), *rows))
 
 
 @torch.no_grad()
