@@ -376,13 +376,13 @@ class Tails:
 def _keys_of_blocks(spans: Spans, bounds: Bounds, ahead: bool) -> Tensor:
     """The first key that is needed (ahead: one past the last) when so many of the furthest blocks are left out."""
     ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
-    places = [
-        (start + min(block * BLOCK, length), start + min((block + 1) * BLOCK, length))
-        for start, length in zip(spans.starts[ranks], spans.lengths[ranks], strict=True)
-        for block in range(bounds.height.shape[-1])  # of the longest span: others have none in some
-    ]
-    keys = [end for _, end in reversed(places)] if ahead else [first for first, _ in places]
-    return torch.tensor([*keys, spans.end if ahead else spans.start], device=bounds.height.device)
+    starts, lengths = (
+        torch.tensor(each[ranks], dtype=torch.int64)[:, None] for each in (spans.starts, spans.lengths)
+    )
+    block = torch.arange(bounds.height.shape[-1])  # of the longest span: others have none in some
+    keys = (starts + torch.minimum((block + int(ahead)) * BLOCK, lengths)).flatten()
+    own = keys.new_tensor([spans.end if ahead else spans.start])
+    return torch.cat((keys.flip(0) if ahead else keys, own)).to(bounds.height.device)
 
 
 def _in_a_row(numbers: Tensor, reverse: bool) -> Tensor:
