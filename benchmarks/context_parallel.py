@@ -27,7 +27,7 @@ from torch import Tensor
 import trainshort as ts
 from trainshort.ops.context import bounds
 from trainshort.ops.context.call import FIELDS
-from trainshort.ops.context.exchange import message_size, places_of
+from trainshort.ops.context.exchange import message_size
 from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Simulated
@@ -36,6 +36,8 @@ from trainshort.ops.problem import BLOCK, make_problem
 
 HEADS, DIM, RANKS = 16, 64, 4
 SAMPLE = 8192  # rows, for the norms of the formula
+OURS = ("sample", "bounds", "largest", "forward", "order", "query", "key")
+ATTENTION = [f"{name}_kernel" for name in OURS]  # what one process runs too
 PAPER = (64, 10_000_000)  # ranks and tokens, by formula alone
 
 
@@ -84,7 +86,7 @@ def by_formula(length: int, ranks: int, dtype: torch.dtype) -> dict[str, float]:
     keys = sum(min(reach, rank * span) for reach in reaches(dtype) for rank in range(1, ranks))
     blocks = -(-span // BLOCK)
     own = 8 * (2 + len(FIELDS))  # what every rank tells every other: sizes,
-    own += 8 * (6 * HEADS + 3 + 2 + HEADS * (DIM + 2) + HEADS)  # heights, runs, a sample of keys, the longest query,
+    own += 8 * (HEADS * (DIM + 2) + HEADS)  # a sample of keys, the longest query,
     own += HEADS * (16 * blocks + bounds.TILES * (8 + 4 * DIM) + 4)  # bounds of blocks and means of tiles,
     own += 16 * HEADS  # and windows
     return {
@@ -97,8 +99,7 @@ def by_formula(length: int, ranks: int, dtype: torch.dtype) -> dict[str, float]:
 def measure(length: int, dtype: torch.dtype) -> dict[str, Any]:
     plans, told = plan(length, RANKS, dtype)
     like = plans[0].problem.k
-    pairs = [(each, owner) for each in plans for owner in range(RANKS) if owner != each.spans.rank]
-    keys = 2 * sum(message_size(places_of(each, owner, each.spans.rank).size, 0, like) for each, owner in pairs)
+    keys = 2 * sum(message_size(places.size, 0, like) for each in plans for places in each.traffic.wanted)
     formula = by_formula(length, RANKS, dtype)
     return {
         "length": length, "ranks": RANKS, "dtype": str(dtype).removeprefix("torch."), "keys": keys, "bounds": told,
@@ -117,24 +118,31 @@ def balance(length: int) -> list[float]:
 
 
 def on_gpu(length: int) -> dict[str, Any]:
-    """Milliseconds of one process and of all ranks, one after another in one process: forward and backward."""
+    """Milliseconds of one process and of all ranks, one after another in one process: forward and backward. Memory
+    that is copied to cut inputs into spans and to put outputs together is nobody's in a real run, and not counted."""
     bias = ts.LinearBias(ts.alibi_slopes(HEADS, "cuda"))
     whole = [tensor.requires_grad_() for tensor in inputs(length, torch.bfloat16, "cuda")]
     grad = torch.randn_like(whole[0])
+    parts = [
+        [part.contiguous() for part in tensor.detach().split(length // RANKS, dim=2)] for tensor in (*whole, grad)
+    ]
+    spans = [tuple(tensor.requires_grad_() for tensor in span) for span in zip(*parts[:3], strict=True)]
 
     def one() -> None:
         torch.autograd.grad(ts.attention(*whole, bias=bias), whole, grad)
 
     def ranks() -> None:
-        spans = list(zip(*(tensor.split(length // RANKS, dim=2) for tensor in whole), strict=True))
         outs, _ = simulate(spans, bias=bias)
-        torch.autograd.grad(torch.cat(outs, dim=2), whole, grad)
+        torch.autograd.grad(outs, [tensor for span in spans for tensor in span], parts[3])
 
-    return {"length": length, "one": _profiled(one), "ranks": _profiled(ranks)}
+    alone, shared = _profiled(one), _profiled(ranks)
+    ratios = {name: shared[name] / alone[name] for name in ("kernels", "attention", "clock")}
+    return {"length": length, "ranks_by_one": ratios, "one": alone, "ranks": shared}
 
 
-def _profiled(call: Any, repeats: int = 10) -> dict[str, float]:
-    """Milliseconds of the GPU in attention kernels (ours, compiled by Triton), in all kernels, and of the clock."""
+def _profiled(call: Any, repeats: int = 10) -> dict[str, Any]:
+    """Milliseconds of the GPU in all kernels and copies, in those of attention alone, and of the clock; how many
+    there are; and the ten that take longest."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -148,13 +156,20 @@ def _profiled(call: Any, repeats: int = 10) -> dict[str, float]:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    kernels = [(event.key, event.self_device_time_total / 1000 / repeats) for event in profile.key_averages()]
+    events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels = [(event.key, event.self_device_time_total / 1000 / repeats) for event in events]
     return {
-        "attention": sum(time for name, time in kernels if name.endswith("_kernel")),  # torch's have other names
         "kernels": sum(time for _, time in kernels),
+        "attention": sum(time for name, time in kernels if name in ATTENTION),
         "clock": begin.elapsed_time(end) / repeats,
-        "by_name": dict(sorted(kernels, key=lambda each: -each[1])[:12]),
-    }  # fmt: skip
+        "launches": sum(event.count for event in events) / repeats,
+        "by_name": {_short(name): time for name, time in sorted(kernels, key=lambda each: -each[1])[:10]},
+    }
+
+
+def _short(name: str) -> str:
+    """The name of a kernel without most of the templates of torch's."""
+    return name.replace("at::native::", "").replace("void ", "")[:80]
 
 
 def about(measured: str | None, gpu: bool) -> dict[str, str]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 import trainshort as ts
 from tests.distributed.context_cases import NAMES, SPANS, Case, make, promised, slices
-from trainshort.ops.context.exchange import message_size, places_of
+from trainshort.ops import operators
+from trainshort.ops.context import passes
+from trainshort.ops.context.exchange import message_size
 from trainshort.ops.context.parallel import call_maker, simulate
 from trainshort.ops.context.plan import Plan, make_plan
 from trainshort.ops.context.transport import Sent, Simulated
@@ -148,6 +154,70 @@ def test_what_is_not_fetched_weighs_less_than_half_the_tolerance(
     assert skipped > 0, "nothing was put to the test"
 
 
+@pytest.mark.parametrize("kind", ["random", "aligned", "jumps", "common", "growing"])
+@pytest.mark.parametrize("both_sides", [False, True])
+def test_what_stands_in_for_keys_costs_no_more_than_skipping(kind: str, both_sides: bool) -> None:
+    """The gentle head fetches many keys; in the buffer of the steep one the centre stands in for most of them."""
+    tolerance, spans = 1e-2, [256, 200, 57, 255, 256]
+    case = hostile(kind, tolerance)
+    case.causal = not both_sides
+    for tensor in (case.q, case.k, case.v):
+        tensor.requires_grad_()
+    windows = [plan.windows[plan.spans.rank, 0] for plan in plans_of(case, spans, tolerance)]
+    assert any(int(window[0, 0]) < int(window[1, 0]) for window in windows), "nothing stands in"
+    expected, (out, _) = case.whole(), over_ranks(case, spans, tolerance)
+    grad = torch.randn_like(out)
+    (dq, dk, dv), right = (torch.autograd.grad(each, case.inputs, grad) for each in (out, expected))
+    allowed = promised(case, grad, tolerance)
+    assert float((out - expected).detach().norm(dim=-1).max()) <= allowed["out"]
+    assert float((dq - right[0]).norm(dim=-1).max()) <= allowed["q"]
+    assert float((dk - right[1]).norm(dim=-1).sum()) <= allowed["k"]
+    assert float((dv - right[2]).norm(dim=-1).sum()) <= allowed["v"]
+
+
+class Bytes(TorchDispatchMode):
+    """How many bytes operations read and write, views apart."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        view = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+        if not view and "empty" not in str(func):
+            tensors = [each for each in tree_leaves((args[1:], kwargs, out)) if isinstance(each, Tensor)]
+            changed = func._schema.returns and func._schema.returns[0].alias_info is not None
+            self.total += sum(each.numel() * each.element_size() for each in tensors[: -1 if changed else None])
+        return out
+
+
+def test_gradients_are_added_at_borders_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention apart, which stands still here, the backward pass reads and writes little."""
+    q, k, v = (torch.randn(1, 4, 4096, 16, requires_grad=True) for _ in range(3))
+    spans = [
+        tuple(part.detach().requires_grad_() for part in parts)
+        for parts in zip(*(each.split(1024, 2) for each in (q, k, v)), strict=True)
+    ]
+
+    def attend(*arguments: Any) -> tuple[Tensor, ...]:
+        problem = operators.unpack(arguments)
+        return torch.zeros_like(problem.q), problem.q.new_zeros(problem.q.shape[:3]), torch.zeros(1).int()
+
+    def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+        with no_dispatch_mode():
+            problem = operators.unpack(arguments[operators.BACKWARD_COUNT :])
+            gradients = [torch.zeros_like(each) for each in (problem.q, problem.k, problem.v)]
+        return *gradients, *[torch.zeros(0)] * len(operators.LEARNED)
+
+    monkeypatch.setattr(passes, "_operators", lambda plan: (attend, differentiate))
+    outs, sent = simulate(spans, bias=ts.LinearBias(torch.tensor([2.0, 1.0, 0.5, 0.2])))
+    inputs, grads = [tensor for span in spans for tensor in span], [torch.ones_like(out) for out in outs]
+    with Bytes() as count:
+        torch.autograd.grad(outs, inputs, grads)
+    travelled = sum(own.gradients for own in sent)
+    assert 0 < travelled < 0.2 * k.numel() * 8, "borders are to be small"
+    assert count.total < k.numel() * k.element_size() + 12 * travelled, "more than borders, and one copy of dq"
+
+
 def test_a_norm_that_is_no_number_is_fetched_by_everyone() -> None:
     for bad in (math.nan, math.inf):
         case = hostile("random", 1e-3)
@@ -163,8 +233,7 @@ def test_a_norm_that_is_no_number_is_fetched_by_everyone() -> None:
 
 def fetched_bytes(plan: Plan, k: Tensor) -> int:
     """Of keys and values that a rank fetches."""
-    others = [rank for rank in range(len(plan.spans.lengths)) if rank != plan.spans.rank]
-    return sum(message_size(places_of(plan, owner, plan.spans.rank).size, 0, k) for owner in others)
+    return sum(message_size(places.size, 0, k) for places in plan.traffic.wanted)
 
 
 def test_bytes_are_those_of_the_formula() -> None:

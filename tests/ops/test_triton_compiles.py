@@ -196,6 +196,23 @@ def test_running_sums_of_gates(compiled: list[Any], length: int, dtype: torch.dt
     assert len(compiled) == (3 if length <= gate_sums.MOST_AT_ONCE else 6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 80)], ids=str
+)
+def test_borders_of_spans(compiled: list[Any], dtype: torch.dtype, dim: int) -> None:
+    from trainshort.ops.triton import borders
+
+    q, k = torch.zeros(2, 4, 1000, dim, dtype=dtype), torch.zeros(2, 2, 1000, dim, dtype=dtype)
+    center, slopes, x = torch.zeros(2, 2, dim), ts.alibi_slopes(4), torch.ones(2, 4, dtype=torch.float64)
+    found = borders.keys(k, center, slopes, x, 8)
+    means = torch.cat((found.means[:, :, :8], found.means), dim=2)
+    numbers = [each.expand(3, 1, -1, -1, -1).contiguous() for each in (found.at_zero, found.at_most, found.height)]
+    longest, bases = torch.ones(3, 2, 2), torch.zeros(3, 1, 4, dtype=torch.float64)
+    others = borders.Others(*numbers, longest, bases, 1, 3000, -10.0)
+    borders.needed(*borders.queries(q, means, 8, center, slopes, 0.1), others, center, x, slopes)
+    assert len(compiled) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_loss(compiled: list[Any], dtype: torch.dtype) -> None:
     from trainshort.models import loss_kernel

@@ -5,31 +5,35 @@ the largest in the block. By Cauchy-Schwarz a query with x = s‖q‖ and height
 
     e^(f(x) + H - g),    f(x) = ln sum over j of e^(x n_j + h_j - H).
 
-f is convex, so for 0 <= x <= X it lies under its chord: f(x) <= f(0) + (x / X) (f(X) - f(0)). With X the largest x of
-any query on any rank, f(0), f(X) and H are all that others need to know of the block, and running log-sums over
-blocks bound whole tails, as in ops/windows.py. What a query has near its own place is bounded from below as in
-ops/near.py, where the means of the last keys in front of a span come from the rank that has them.
+f is convex, so for 0 <= x <= X it lies under its chord: f(x) <= f(0) + (x / X) (f(X) - f(0)); beyond X it rises by at
+most the largest norm. With X the largest x of queries next to other ranks (of all of them), f(0), f(X) and H are
+all that others need to know of the block, and running log-sums over blocks bound whole tails, as in ops/windows.py.
+What a query has near its own place is bounded from below as in ops/near.py, where the means of the last keys in front
+of a span come from the rank that has them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainshort.ops.bias import Bias
+from trainshort.ops.bias import Bias, LinearBias
 from trainshort.ops.context.call import Call, Spans
 from trainshort.ops.context.levels import Levels
 from trainshort.ops.decay import DecayBias
+from trainshort.ops.dispatch import backend_of
 from trainshort.ops.near import NEAR, mean_key_score, nearest_score, with_slack
 from trainshort.ops.norms import key_norms_of, row_norms
 from trainshort.ops.problem import BLOCK, Problem
-from trainshort.ops.windows import HUGE, QUANTILES
+from trainshort.ops.windows import QUANTILES
 
 TILES = 8  # of NEAR keys at the end of a span, whose means the next rank is told
 SMALLEST = 2.0**-100  # X of queries that are all zero
+ENDS = 1024  # rows at either end of a span, for X
 
 
 def slack_of(problem: Problem) -> float:
@@ -37,9 +41,26 @@ def slack_of(problem: Problem) -> float:
     return 1.0 + (problem.q.shape[3] + 4) * 2.0**-23
 
 
+def uses_kernels(call: Call) -> bool:
+    """Whether k and q are read once each, by the kernels of ops/triton/borders.py."""
+    problem = call.problem
+    plain = problem.causal and isinstance(problem.bias, LinearBias) and problem.key_padding_mask is None
+    return plain and problem.q.shape[2] > 0 and backend_of(problem, call.backend) == "triton"
+
+
 def query_norms(problem: Problem) -> Tensor:
     """x = s‖q‖, float64 [B, H, T]."""
     return row_norms(problem.q).double() * (abs(problem.scale) * slack_of(problem))
+
+
+def largest_query(problem: Problem) -> Tensor:
+    """The largest x of the queries next to other ranks, float64 [B, H]: what X is made of."""
+    q = problem.q
+    norms = row_norms(q[:, :, :ENDS] if problem.causal else torch.cat((q[:, :, :ENDS], q[:, :, -ENDS:]), dim=2))
+    if norms.shape[2] == 0:
+        return norms.new_zeros(norms.shape[:2], dtype=torch.float64)
+    largest = norms.nan_to_num(nan=0.0, posinf=0.0).amax(-1).double()
+    return largest * (abs(problem.scale) * slack_of(problem))
 
 
 def sample_of(problem: Problem) -> Tensor:
@@ -47,21 +68,23 @@ def sample_of(problem: Problem) -> Tensor:
     k = problem.k
     step = max(1, k.shape[2] // 64)
     sample = k[:, :, ::step].double()
-    real = torch.ones(sample.shape[:1] + sample.shape[2:3], dtype=torch.bool, device=k.device)
-    if problem.key_padding_mask is not None:
+    if problem.key_padding_mask is None:
+        count = sample.new_full((*k.shape[:2], 1), sample.shape[2])
+    else:
         real = problem.key_padding_mask[:, ::step]
-    sample = sample.masked_fill(~real[:, None, :, None], 0.0)
-    count = real.sum(-1).double()[:, None, None].expand(-1, k.shape[1], -1)
+        sample = sample.masked_fill(~real[:, None, :, None], 0.0)
+        count = real.sum(-1).double()[:, None, None].expand(-1, k.shape[1], -1)
     return torch.cat((sample.sum(2), count, sample.square().sum((2, 3))[..., None]), dim=-1)
 
 
 def center_of(samples: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of all ranks' samples where that makes keys shorter, else 0: [B, Hkv, D]. Any vector is sound."""
+    """The mean of all ranks' samples, as a key has it, where that makes keys shorter, else 0: [B, Hkv, D]. Any
+    vector is sound."""
     total = samples.sum(0)
-    sums, count, squares = total[..., :-2], total[..., -2:-1].clamp_min(1.0), total[..., -1:]
+    sums, count, squares = total[..., :-2], total[..., -2:-1], total[..., -1:]
     mean = sums / count
-    shorter = squares - count * mean.square().sum(-1, keepdim=True) < 0.81 * squares
-    return torch.where(shorter & torch.isfinite(mean), mean, 0.0).to(dtype)
+    shorter = (sums * mean).sum(-1, keepdim=True) > 0.19 * squares  # not for NaN or where squares are infinite
+    return torch.where(shorter, mean, 0.0).to(dtype)
 
 
 @dataclass
@@ -86,8 +109,23 @@ class Bounds:
         return cls(at_zero, at_most, height, means, mean_heights, longest)
 
 
-def bounds_of(problem: Problem, levels: Levels, center: Tensor, largest: Tensor, blocks: int) -> Bounds:
-    """largest: X, [B, H]; blocks: room for those of the longest span."""
+class Found(NamedTuple):
+    """What a rank knows of keys once all have told theirs."""
+
+    bounds: Bounds  # of all ranks
+    center: Tensor  # [B, Hkv, D]
+    largest: Tensor  # X, float64 [B, H]
+    means: Tensor | None  # of tiles of this rank's keys, where kernels found them
+
+
+def bounds_of(
+    call: Call, levels: Levels, center: Tensor, largest: Tensor, blocks: int
+) -> tuple[Bounds, Tensor | None]:
+    """Those of this rank's keys, and means of their tiles if they come with that. largest: X, [B, H]; blocks: room
+    for those of the longest span."""
+    problem = call.problem
+    if uses_kernels(call):
+        return _bounds_by_kernel(problem, levels, center, largest, blocks)
     batch, heads, length, _ = problem.q.shape
     group = heads // problem.k.shape[1]
     norms = key_norms_of(problem, center, slack_of(problem))  # [B, Hkv, T]
@@ -103,7 +141,23 @@ def bounds_of(problem: Problem, levels: Levels, center: Tensor, largest: Tensor,
         mosts.append(_upwards(torch.logsumexp(away + (largest[..., None, None] * tail).nan_to_num(0.0), dim=-1)))
         ends.append(end)
     means, mean_heights = _tiles(problem, levels)
-    return Bounds(torch.stack(zeros), torch.stack(mosts), torch.stack(ends), means, mean_heights, longest)
+    return Bounds(torch.stack(zeros), torch.stack(mosts), torch.stack(ends), means, mean_heights, longest), None
+
+
+def _bounds_by_kernel(
+    problem: Problem, levels: Levels, center: Tensor, largest: Tensor, blocks: int
+) -> tuple[Bounds, Tensor]:
+    from trainshort.ops.triton import borders
+
+    found = borders.keys(problem.k, center, problem.linear.slopes, largest, blocks)
+    length, tiles = problem.k.shape[2], problem.k.shape[2] // NEAR
+    if length % NEAR == 0 and tiles >= TILES:
+        means = found.means[:, :, tiles - TILES : tiles]
+        heights = torch.zeros((*largest.shape, TILES), dtype=torch.float64, device=means.device)  # nobody asks
+    else:
+        means, heights = _tiles(problem, levels)
+    zero, most, height = (each[None] for each in (found.at_zero, found.at_most, found.height))
+    return Bounds(zero, most, height, means, heights, found.longest.amax(-1)), found.means
 
 
 def _by_block(rows: Tensor, blocks: int, fill: float) -> Tensor:
@@ -143,7 +197,7 @@ class Run:
 
 @dataclass
 class Rows:
-    """Some rows of a rank's span, all of one document, and what in their sight lies on other ranks."""
+    """Some rows of a rank's span, all of one document, and what is known of them."""
 
     problem: Problem  # of these queries and the keys at their places
     first: int  # the first of them in the span
@@ -151,11 +205,12 @@ class Rows:
     near: Tensor  # a lower bound of the log-sum-exp, [B, H, rows]; not finite where none is known
 
 
-def rows_of(call: Call, spans: Spans, levels: Levels, bounds: Bounds, center: Tensor, rows: slice, real: Run) -> Rows:
+def rows_of(call: Call, spans: Spans, levels: Levels, found: Found, rows: slice, real: Run) -> Rows:
     """real: the keys of the whole sequence that these rows may see. Centred: `near` is less s q.c."""
     problem = _part(call.problem, rows)
-    norms = query_norms(problem)
+    bounds, center = found.bounds, found.center
     longest = bounds.longest.amax(0)
+    norms = query_norms(problem)
     few = slice(0, None if problem.key_padding_mask is not None or not problem.bias_is_linear else 2 * NEAR)
     near = torch.full_like(norms, -math.inf)
     if rows.stop - rows.start > 2 * NEAR:
@@ -174,6 +229,13 @@ def rows_of(call: Call, spans: Spans, levels: Levels, bounds: Bounds, center: Te
     return Rows(problem, rows.start, norms, with_slack(problem, near, center, norms, longest))
 
 
+def tiles_before(spans: Spans, real: Run) -> tuple[int, int] | None:
+    """The rank in front of a span, and how many tiles at its end are of the document of the first rows."""
+    ranks = [rank for rank in range(spans.rank) if spans.lengths[rank]]
+    tiles = min(TILES, spans.lengths[ranks[-1]] // NEAR, (spans.start - real.document[0]) // NEAR) if ranks else 0
+    return (ranks[-1], tiles) if tiles else None
+
+
 def _part(problem: Problem, rows: slice) -> Problem:
     if rows.start == 0 and rows.stop == problem.q.shape[2]:
         return problem
@@ -190,11 +252,11 @@ def _queries(problem: Problem, rows: slice) -> Problem:
 def _with_tiles_before(problem: Problem, spans: Spans, levels: Levels, bounds: Bounds, real: Run) -> Problem | None:
     """The first rows, with tiles of keys in front of them that stand for those of the rank before: each key is the
     mean of its tile, which is all that `mean_key_score` looks at."""
-    ranks = [rank for rank in range(spans.rank) if spans.lengths[rank]]
-    tiles = min(TILES, spans.lengths[ranks[-1]] // NEAR, (spans.start - real.document[0]) // NEAR) if ranks else 0
-    if not tiles:
+    found = tiles_before(spans, real)
+    if found is None:
         return None
-    rank, rows = ranks[-1], slice(0, min(problem.q.shape[2], TILES * NEAR))
+    rank, tiles = found
+    rows = slice(0, min(problem.q.shape[2], TILES * NEAR))
     before = bounds.means[rank, :, :, TILES - tiles :].repeat_interleave(NEAR, dim=2)
     k = torch.cat((before, problem.k[:, :, rows].to(before.dtype)), dim=2)
     mask = None
@@ -232,14 +294,3 @@ def edges_of(norms: Tensor) -> Tensor:
     sample = finite[:, :, :: max(1, norms.shape[2] // 256)].sort(-1).values
     picks = [round(quantile * (sample.shape[2] - 1)) for quantile in QUANTILES[:-1]]
     return torch.cat((sample[:, :, picks], finite.amax(-1, keepdim=True)), dim=-1)
-
-
-def tail_table(at_zero: Tensor, at_most: Tensor, heights: Tensor, share: Tensor) -> Tensor:
-    """ln of what all blocks up to each can weigh for queries of height 0: [B, H, blocks], from the furthest on.
-
-    share: x / X, [B, H, 1].
-    """
-    low, high = at_zero.double(), at_most.double()
-    sums = low + share * (high - low)
-    sums = torch.where(torch.isneginf(low), -HUGE, sums + heights).nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
-    return torch.logcumsumexp(sums, dim=-1)

@@ -98,7 +98,7 @@ def agree(rank: int, make: Callable[[], Call], device: torch.device) -> Protocol
     gathered = yield Gather([torch.tensor(header, dtype=torch.int64, device=device)])
     if failure is not None:
         raise failure
-    headers = [numbers.tolist() for (numbers,) in gathered]
+    headers = torch.stack([numbers for (numbers,) in gathered]).tolist()
     _compare(headers)
     spans = Spans(rank, [numbers[1] for numbers in headers])
     _check_borders(call.borders, spans.total)

@@ -2,44 +2,16 @@
 
 Every rank knows the windows of all ranks, so reader and owner list the same keys in the same order and no index is
 sent. A message holds the levels of these keys (under a DecayBias: running sums of gates for the query heads that
-share the key head, or times) and keys and values side by side; on the way back the gradients of the same things.
+share the key head, or times), keys, and values; on the way back the gradients of the same things.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from trainshort.ops.context.plan import Plan
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.context.transport import from_bytes, to_bytes
-
-
-class Places(NamedTuple):
-    """Keys of one rank that another needs: row of the batch, key head, and place in the owner's span; int64 [n]."""
-
-    rows: Tensor
-    heads: Tensor
-    keys: Tensor
-
-    @property
-    def size(self) -> int:
-        return self.rows.shape[0]
-
-
-def places_of(plan: Plan, owner: int, reader: int) -> Places:
-    """The keys of `owner` that `reader` needs."""
-    device, kv_heads = plan.problem.q.device, plan.problem.k.shape[1]
-    start = plan.spans.starts[owner]
-    first = (plan.windows[reader, ..., 0] - start).clamp_min(0).flatten()  # [B * Hkv]
-    end = (plan.windows[reader, ..., 1] - start).clamp_max(plan.spans.lengths[owner]).flatten()
-    count = (end - first).clamp_min(0)
-    total = int(count.sum())
-    before = (count.cumsum(0) - count).to(device)
-    lane = torch.arange(len(count), device=device).repeat_interleave(count.to(device), output_size=total)
-    keys = torch.arange(total, device=device) - before[lane] + first.to(device)[lane]
-    return Places(lane // kv_heads, lane % kv_heads, keys)
 
 
 def own_levels(plan: Plan) -> Tensor | None:
@@ -64,22 +36,18 @@ def level_offset(plan: Plan, rank: int) -> Tensor:
 
 def message(levels: Tensor | None, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """The bytes of these keys; levels [B, Hkv, L, T], k and v [B, Hkv, T, D]."""
-    index = (places.rows, places.heads, places.keys)
-    both = torch.cat((k[index], v[index]), dim=-1)
-    if levels is None:
-        return to_bytes([both])
-    return to_bytes([levels.movedim(2, 3)[index], both])
+    numbers = [] if levels is None else [levels.movedim(2, 3)[places]]
+    return to_bytes([*numbers, k[places], v[places]])
 
 
 def read_message(data: Tensor, count: int, width: int, like: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """Levels [n, L] (width), keys and values [n, D] of a message of n keys."""
-    shapes = [((count, 2 * like.shape[3]), like.dtype)]
+    shapes = [((count, like.shape[3]), like.dtype)] * 2
     if width:
-        levels, both = from_bytes(data, [((count, width), torch.float64), *shapes])
-    else:
-        levels, both = None, from_bytes(data, shapes)[0]
-    k, v = both.chunk(2, dim=-1)
-    return levels, k, v
+        levels, k, v = from_bytes(data, [((count, width), torch.float64), *shapes])
+        return levels, k, v
+    k, v = from_bytes(data, shapes)
+    return None, k, v
 
 
 def message_size(count: int, width: int, like: Tensor) -> int:

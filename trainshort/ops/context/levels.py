@@ -30,14 +30,6 @@ class Gates(NamedTuple):
     closed: Tensor  # bool, which gates are borders
 
 
-class Known(NamedTuple):
-    """What each rank tells of its levels, gathered: [ranks, ...] each."""
-
-    totals: Tensor  # of the gates of both sides, float64 [ranks, 2, B, H]
-    borders: Tensor  # first and last closed gate of either side, counted from the span's start: [ranks, 2, 2, B, H]
-    times: Tensor  # the first time in two parts, and the last after the first: [ranks, 3, B]
-
-
 @dataclass
 class Levels:
     """The levels of one rank's span, and how they go on in the others."""
@@ -75,25 +67,29 @@ def make_gates(call: Call, spans: Spans) -> list[Gates]:
     return found
 
 
-def known_of(call: Call, gates: list[Gates]) -> Known:
-    """What a rank tells of its own levels, without the first dimension."""
-    q = call.problem.q
+def known_of(call: Call, gates: list[Gates]) -> dict[str, Tensor]:
+    """What a rank tells of its own gates or times."""
+    q, bias = call.problem.q, call.problem.bias
     batch, heads, length, _ = q.shape
-    totals = torch.zeros((2, batch, heads), dtype=torch.float64, device=q.device)
+    if not isinstance(bias, DecayBias):
+        return {}
+    if bias.times is not None:  # the first time in two parts, and the last after the first: [3, B]
+        times = torch.zeros((3, batch), dtype=torch.float64, device=q.device)
+        if length and bias.given[0] is not None:
+            times[:2] = torch.stack(_in_parts(torch.atleast_2d(bias.given[0])[:, 0]))
+            times[2] = bias.times[:, -1]
+        return {"times": times}
+    totals = torch.zeros((2, batch, heads), dtype=torch.float64, device=q.device)  # of the gates of both sides
+    # First and last closed gate of either side, counted from the span's start.
     borders = torch.full((2, 2, batch, heads), -1.0, dtype=torch.float64, device=q.device)
-    times = torch.zeros((3, batch), dtype=torch.float64, device=q.device)
-    bias = call.problem.bias
-    if length and isinstance(bias, DecayBias):
+    if length:
         index = torch.arange(length, device=q.device)
         for side, own in enumerate(gates):
             totals[side] = own.sums.detach()[..., -1]
             last = torch.where(own.closed, index, -1).amax(-1)
             first = torch.where(own.closed, index, length).amin(-1)
             borders[side] = torch.stack((torch.where(last < 0, -1, first), last))
-        if bias.times is not None and bias.given[0] is not None:
-            times[:2] = torch.stack(_in_parts(torch.atleast_2d(bias.given[0])[:, 0]))
-            times[2] = bias.times[:, -1]
-    return Known(totals, borders, times)
+    return {"totals": totals, "borders": borders}
 
 
 def _in_parts(times: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +99,8 @@ def _in_parts(times: Tensor) -> tuple[Tensor, Tensor]:
     return torch.div(times, UNIT, rounding_mode="floor").double(), torch.remainder(times, UNIT).double()
 
 
-def join_levels(call: Call, spans: Spans, gates: list[Gates], known: Known) -> Levels:
-    """The levels of this rank, with what all ranks told."""
+def join_levels(call: Call, spans: Spans, gates: list[Gates], known: dict[str, Tensor]) -> Levels:
+    """The levels of this rank, with what all ranks told, [ranks, ...] each."""
     problem = call.problem
     bias, length = problem.bias, problem.q.shape[2]
     levels = Levels(bias, gates, None, [], [], None)
@@ -122,16 +118,16 @@ def join_levels(call: Call, spans: Spans, gates: list[Gates], known: Known) -> L
     return levels
 
 
-def _join_times(levels: Levels, bias: DecayBias, spans: Spans, known: Known) -> None:
+def _join_times(levels: Levels, bias: DecayBias, spans: Spans, known: dict[str, Tensor]) -> None:
     assert bias.times is not None
     assert bias.rates is not None
     assert bias.given[0] is not None
     present = [rank for rank, length in enumerate(spans.lengths) if length]
     unit = 1 if bias.given[0].is_floating_point() else UNIT
-    first = known.times[present[0] if present else 0]
-    since = (known.times[:, 0] - first[0]) * unit + (known.times[:, 1] - first[1])  # [ranks, B]
+    first = known["times"][present[0] if present else 0]
+    since = (known["times"][:, 0] - first[0]) * unit + (known["times"][:, 1] - first[1])  # [ranks, B]
     for before, after in itertools.pairwise(present):
-        if not bool((since[after] >= since[before] + known.times[before, 2]).all()):
+        if not bool((since[after] >= since[before] + known["times"][before, 2]).all()):
             raise ValueError(
                 f"DecayBias times must be finite and never go back, and that from rank to rank too: those of rank "
                 f"{after} begin before those of rank {before} end"
@@ -142,14 +138,14 @@ def _join_times(levels: Levels, bias: DecayBias, spans: Spans, known: Known) -> 
     levels.heights, levels.bases = [height, -height], [base, -base]
 
 
-def _join_gates(levels: Levels, spans: Spans, known: Known) -> None:
+def _join_gates(levels: Levels, spans: Spans, known: dict[str, Tensor]) -> None:
     rank, starts = spans.rank, spans.starts
-    before = torch.cat((torch.zeros_like(known.totals[:1]), known.totals[:-1].cumsum(0)))  # [ranks, 2, B, H]
+    before = torch.cat((torch.zeros_like(known["totals"][:1]), known["totals"][:-1].cumsum(0)))  # [ranks, 2, B, H]
     for side, (gates, sign) in enumerate(zip(levels.gates, (-1.0, 1.0), strict=False)):
         levels.heights.append(sign * gates.sums.detach())
         levels.bases.append(sign * before[:, side])
-    offset = torch.tensor(starts, dtype=torch.float64, device=known.borders.device)[:, None, None]
-    first, last = known.borders[:, -1 if len(levels.gates) > 1 else 0, 0], known.borders[:, 0, 1]
+    offset = torch.tensor(starts, dtype=torch.float64, device=known["borders"].device)[:, None, None]
+    first, last = known["borders"][:, -1 if len(levels.gates) > 1 else 0, 0], known["borders"][:, 0, 1]
     nowhere = torch.full_like(last[:1], -1.0)
     before_me = torch.where(last >= 0, last + offset, -1.0)[:rank]
     levels.border_before = torch.cat((nowhere, before_me)).amax(0).long()

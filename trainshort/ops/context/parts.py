@@ -1,29 +1,32 @@
 """The rows of a rank as ordinary attention calls.
 
-Rows at the front (and without `causal` at the back) of a span may need keys of other ranks; rows between them need
-their own rank's alone, and are computed while the others' keys are on their way. Heads need different numbers of
-keys, and attention takes one run of keys for all heads of a row of the batch. So where keys were fetched, each key
-head becomes a row of its own: its window is what `key_padding_mask` leaves of a buffer that is as long as the longest
-needs.
+Rows at the front (and without `causal` at the back) of a span may need keys of other ranks; the others need their own
+rank's alone. Where these are most they are computed while the keys of others are on their way. Else one call takes
+all rows: two fill a GPU less well.
+
+Heads need different numbers of keys, and attention takes one run of keys for all heads. So fetched keys lie in a
+buffer as long as the longest head needs. Where a head needs fewer, the centre of the keys stands in for those that
+were not fetched, with values of zero: the bound by which they weigh little is one for the centre too, because lengths
+are counted from there. Under gates no query sees these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainshort.ops.bias import Bias, LinearBias
+from trainshort.ops.bias import Bias
 from trainshort.ops.context.exchange import level_offset, own_levels
-from trainshort.ops.context.plan import Plan, inner_tolerance
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.decay import DecayBias
 from trainshort.ops.dropout import head_seeds
 from trainshort.ops.problem import BLOCK, Problem
 
-MOST = 0.9  # of the rows: where more than these may need keys of others, all are computed together
+MOST = 0.25  # of the rows: where more than these may need keys of others, all are computed together
 
 
 class Part(NamedTuple):
@@ -87,74 +90,17 @@ def _crossing_documents(plan: Plan) -> tuple[int, int]:
     return borders[0], length if plan.problem.causal else borders[-1]
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """How rows of the batch and heads are laid out for one attention call.
-
-    Heads that look in different ways need calls of their own where they are rows.
-    """
-
-    folded: bool  # whether each key head is a row of its own
-    batch: int
-    group: int
-    key_heads: list[int]
-    all_heads: bool  # whether these are all key heads
-
-    @property
-    def query_heads(self) -> list[int]:
-        return [head * self.group + place for head in self.key_heads for place in range(self.group)]
-
-    def queries(self, tensor: Tensor) -> Tensor:
-        """[B, H, ...] -> as the call takes it."""
-        tensor = tensor if self.all_heads else tensor[:, self.query_heads]
-        return tensor.unflatten(1, (-1, self.group)).flatten(0, 1) if self.folded else tensor
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """[B, Hkv, ...] -> as the call takes it."""
-        tensor = tensor if self.all_heads else tensor[:, self.key_heads]
-        return tensor.flatten(0, 1)[:, None] if self.folded else tensor
-
-    def put_queries(self, total: Tensor, part: Tensor) -> None:
-        """Write what a call found for its queries to a tensor [B, H, ...]."""
-        part = part.unflatten(0, (self.batch, -1)).flatten(1, 2) if self.folded else part
-        _put(total, part, None if self.all_heads else self.query_heads)
-
-    def put_keys(self, total: Tensor, part: Tensor) -> None:
-        """The same for its keys, [B, Hkv, ...]."""
-        part = part[:, 0].unflatten(0, (self.batch, -1)) if self.folded else part
-        _put(total, part, None if self.all_heads else self.key_heads)
-
-
-def _put(total: Tensor, part: Tensor, heads: list[int] | None) -> None:
-    if heads is None:
-        total.copy_(part)
-    else:
-        total[:, heads] = part
-
-
-def lanes_of(plan: Plan, part: Part) -> list[Lanes]:
-    problem = plan.problem
-    batch, kv_heads = problem.q.shape[0], problem.k.shape[1]
-    group = problem.q.shape[1] // kv_heads
-    if not (plan.certified and part.ranks(plan)):
-        return [Lanes(False, batch, group, list(range(kv_heads)), True)]
-    by_sight: dict[tuple[str, ...], list[int]] = {}
-    for head in range(kv_heads):
-        by_sight.setdefault(problem.sights[head * group : (head + 1) * group], []).append(head)
-    return [Lanes(True, batch, group, heads, len(by_sight) == 1) for heads in by_sight.values()]
-
-
 class Fetched(NamedTuple):
-    """Keys of another rank, in the order of `places_of`."""
+    """Keys of another rank, in the order of `places`."""
 
-    places: tuple[Tensor, Tensor, Tensor]  # row of the batch, key head, place in the whole sequence
+    places: Places  # keys: in the whole sequence
     levels: Tensor | None  # [n, L]
     k: Tensor  # [n, D]
     v: Tensor
 
 
 class Buffers(NamedTuple):
-    """The keys of a part, own and fetched: [B, Hkv, keys, D], with zeros where a head needs none."""
+    """The keys of a part, own and fetched: [B, Hkv, keys, D]."""
 
     k: Tensor
     v: Tensor
@@ -168,8 +114,13 @@ def buffers_of(plan: Plan, part: Part, k: Tensor, v: Tensor, fetched: dict[int, 
     k, v = k[:, :, own], v[:, :, own]
     if not before and not after:
         return Buffers(k, v, levels)
-    k, v = (F.pad(tensor, (0, 0, before, after)) for tensor in (k, v))
-    levels = None if levels is None else F.pad(levels, (before, after))
+    zero = torch.zeros_like(k[:, :, :1])
+    center = zero if plan.center is None else plan.center[:, :, None].to(k.dtype)
+    k, v = (
+        torch.cat([fill.expand(-1, -1, before, -1), tensor, fill.expand(-1, -1, after, -1)], dim=2)
+        for tensor, fill in ((k, center), (v, zero))
+    )
+    levels = None if levels is None else F.pad(levels, (before, after), value=math.inf)
     for rank in part.ranks(plan):
         if rank not in fetched:
             continue
@@ -179,16 +130,28 @@ def buffers_of(plan: Plan, part: Part, k: Tensor, v: Tensor, fetched: dict[int, 
         own_numbers = fetched[rank].levels
         if levels is not None and own_numbers is not None:
             levels.movedim(2, 3)[index] = own_numbers + level_offset(plan, rank)[rows, heads]
-    if levels is not None:  # keys that a head does not need go on as the last it does: sums never rise
-        window = (plan.windows[plan.spans.rank] - part.first).to(k.device)  # [B, Hkv, 2]
-        place = torch.arange(part.end - part.first, device=k.device)
-        place = torch.minimum(torch.maximum(place, window[..., :1]), window[..., 1:] - 1)
-        place = place.clamp(0, part.end - part.first - 1)
-        levels = levels.gather(3, place[:, :, None].expand(-1, -1, levels.shape[2], -1))
-    return Buffers(k, v, levels)
+    return Buffers(k, v, None if levels is None else _continued(plan, part, levels))
 
 
-def problem_of(plan: Plan, part: Part, lanes: Lanes, q: Tensor, buffers: Buffers) -> Problem:
+def _continued(plan: Plan, part: Part, levels: Tensor) -> Tensor:
+    """Levels that go on, where keys were not fetched, as the last that were: sums never rise. Times are those of all
+    heads, and known as far as any head needs them."""
+    window = (plan.windows[plan.spans.rank] - part.first).to(levels.device)  # [B, Hkv, 2]
+    if plan.levels.since is not None:
+        levels = levels.amin(1, keepdim=True).expand(-1, levels.shape[1], -1, -1)
+        window = _widest(window)[:, None].expand(-1, levels.shape[1], -1)
+    place = torch.arange(part.end - part.first, device=levels.device)
+    place = torch.minimum(torch.maximum(place, window[..., :1]), window[..., 1:] - 1)
+    place = place.clamp(0, part.end - part.first - 1)
+    return levels.gather(3, place[:, :, None].expand(-1, -1, levels.shape[2], -1))
+
+
+def _widest(windows: Tensor) -> Tensor:
+    """[B, Hkv, 2] -> [B, 2]"""
+    return torch.stack((windows[..., 0].amin(1), windows[..., 1].amax(1)), dim=-1)
+
+
+def problem_of(plan: Plan, part: Part, q: Tensor, buffers: Buffers) -> Problem:
     """The attention call of one part. q: of the whole span."""
     cu_seqlens = None
     if part.packed:
@@ -200,92 +163,78 @@ def problem_of(plan: Plan, part: Part, lanes: Lanes, q: Tensor, buffers: Buffers
     length = part.end - part.first
     aligned = part.packed or start + part.rows.stop - part.rows.start == length
     return Problem(
-        q=lanes.queries(q[:, :, part.rows]),
-        k=lanes.keys(buffers.k),
-        v=lanes.keys(buffers.v),
-        bias=_bias_of(plan, part, lanes, buffers),
+        q=q[:, :, part.rows],
+        k=buffers.k,
+        v=buffers.v,
+        bias=_bias_of(plan, part, buffers),
         causal=plan.problem.causal,
         scale=plan.problem.scale,
-        tolerance=inner_tolerance(plan),
-        key_padding_mask=None if part.packed else _mask_of(plan, part, lanes),
+        tolerance=plan.tolerance,
+        key_padding_mask=None if part.packed else _mask_of(plan, part),
         cu_seqlens=cu_seqlens,
         query_start=None if aligned else start,
         dropout=plan.problem.dropout,
-        seed=_seed_of(plan, part, lanes),
+        seed=_seed_of(plan, part),
     )
 
 
-def _seed_of(plan: Plan, part: Part, lanes: Lanes) -> Tensor | None:
+def _seed_of(plan: Plan, part: Part) -> Tensor | None:
     """So that the same weights are dropped as in one process with this seed."""
     seed = plan.problem.seed
     if seed is None:
         return None
     batch, heads = plan.problem.q.shape[:2]
-    seeds = head_seeds(seed, batch, heads, plan.spans.start + part.rows.start, part.first)
-    return lanes.queries(seeds).contiguous()
+    return head_seeds(seed, batch, heads, plan.spans.start + part.rows.start, part.first)
 
 
-def _mask_of(plan: Plan, part: Part, lanes: Lanes) -> Tensor | None:
-    """The keys that a part may look at, bool [rows, keys]: fetched for its head, and no padding."""
-    first, end = (limit[:, None] for limit in plan.real)  # [B, 1]
-    if lanes.folded:
-        window = plan.windows[plan.spans.rank].to(first.device)[:, lanes.key_heads]  # [B, heads, 2]
-        first, end = torch.maximum(first, window[..., 0]).flatten()[:, None], torch.minimum(end, window[..., 1])
-        end = end.flatten()[:, None]
+def _mask_of(plan: Plan, part: Part) -> Tensor | None:
+    """The keys that a part may look at, bool [B, keys]: no padding, and of known times."""
+    first, end = plan.real  # [B]
+    if plan.levels.since is not None and first.shape[0] > 1:
+        known = _widest(plan.windows[plan.spans.rank].to(first.device))
+        first, end = torch.maximum(first, known[:, 0]), torch.minimum(end, known[:, 1])
     elif plan.problem.key_padding_mask is None:
         return None
     place = torch.arange(part.first, part.end, device=first.device)
-    return (place >= first) & (place < end)
+    return (place >= first[:, None]) & (place < end[:, None])
 
 
-def _bias_of(plan: Plan, part: Part, lanes: Lanes, buffers: Buffers) -> Bias | None:
-    bias = plan.problem.bias
-    if isinstance(bias, DecayBias):
-        return _decay_of(plan, part, lanes, bias, buffers)
-    if not isinstance(bias, LinearBias) or not lanes.folded:
+def _bias_of(plan: Plan, part: Part, buffers: Buffers) -> Bias | None:
+    bias, levels = plan.problem.bias, buffers.levels
+    if not isinstance(bias, DecayBias):
         return bias
-    sees = None if bias.sees is None else plan.problem.sights[lanes.query_heads[0] :][: lanes.group]
-    future = None if bias.future is None else lanes.queries(_by_row(bias.future, lanes.batch))
-    return LinearBias(lanes.queries(_by_row(bias.slopes, lanes.batch)), future=future, offset=bias.offset, sees=sees)
-
-
-def _by_row(slopes: Tensor, batch: int) -> Tensor:
-    """[H] or [B, H] -> [B, H]."""
-    return torch.atleast_2d(slopes.detach()).expand(batch, -1)
-
-
-def _decay_of(plan: Plan, part: Part, lanes: Lanes, bias: DecayBias, buffers: Buffers) -> DecayBias:
-    levels = buffers.levels
     assert levels is not None
     if bias.rates is not None:
-        times = lanes.keys(levels[:, :, 0])[:, 0] if lanes.folded else levels[:, 0, 0]
-        rates = lanes.queries(_by_row(bias.rates, lanes.batch)) if lanes.folded else bias.rates.detach()
-        return DecayBias.from_fields(times=times.contiguous(), rates=rates)
-    past, *future = levels.split(lanes.group, dim=2)
-    fields = {"gate_sums": past, "ahead_sums": future[0] if future else None}
+        return DecayBias.from_fields(times=levels[:, 0, 0].contiguous(), rates=bias.rates.detach())
+    past, *future = levels.split(levels.shape[2] // len(plan.levels.gates), dim=2)
     first, end = _visible(plan, part)
-    found = {name: lanes.queries(sums.flatten(1, 2)) for name, sums in fields.items() if sums is not None}
-    found["gate_first"] = lanes.queries(first)
+    found = {"gate_sums": past.flatten(1, 2), "gate_first": first}
     if future:
-        found["ahead_end"] = lanes.queries(end)
+        found |= {"ahead_sums": future[0].flatten(1, 2), "ahead_end": end}
     return DecayBias.from_fields(**{name: tensor.contiguous() for name, tensor in found.items()})
 
 
 def _visible(plan: Plan, part: Part) -> tuple[Tensor, Tensor]:
-    """First and one-past-last key that borders leave to each own token of a part, among its keys: int32 [B, H, keys].
-    Of keys of other ranks there are no queries, and nobody asks."""
+    """First and one-past-last key that borders, and what was fetched, leave to each own token of a part, among its
+    keys: int32 [B, H, keys]. Of keys of other ranks there are no queries, and nobody asks."""
     levels, problem = plan.levels, plan.problem
     batch, heads, length, _ = problem.q.shape
     own = part.own(plan)
     assert levels.border_before is not None
     assert levels.border_after is not None
+    low, high = (
+        limit.to(problem.q.device).repeat_interleave(heads // problem.k.shape[1], dim=1)
+        for limit in plan.windows[plan.spans.rank].unbind(-1)
+    )  # [B, H]
     closed = levels.gates[0].closed.expand(batch, -1, -1)
     index = plan.spans.start + torch.arange(length, device=closed.device)
-    first = torch.maximum(torch.where(closed, index, 0).cummax(-1).values, levels.border_before[..., None])
+    first = torch.where(closed, index, 0).cummax(-1).values
+    first = torch.maximum(first, torch.maximum(levels.border_before, low)[..., None])
     closed = levels.gates[-1].closed.expand(batch, -1, -1)
     nowhere = plan.spans.total
     later = torch.where(closed, index, nowhere).flip(-1).cummin(-1).values.flip(-1)
-    end = torch.minimum(F.pad(later[..., 1:], (0, 1), value=nowhere), levels.border_after[..., None])
+    end = F.pad(later[..., 1:], (0, 1), value=nowhere)
+    end = torch.minimum(end, torch.minimum(levels.border_after, high)[..., None])
     keys = part.end - part.first
     all_first = torch.zeros((batch, heads, keys), dtype=torch.int32, device=first.device)
     all_end = torch.full_like(all_first, keys)

@@ -6,31 +6,26 @@ those rows are differentiated. An owner adds what comes back in the order of ran
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainshort.ops import operators
-from trainshort.ops.bias import LinearBias
-from trainshort.ops.context.exchange import Places, message, message_size, own_levels, places_of, read_message
+from trainshort.ops.context.exchange import message, message_size, own_levels, read_message
 from trainshort.ops.context.levels import Gates, Levels
-from trainshort.ops.context.parts import Buffers, Fetched, Lanes, Part, buffers_of, lanes_of, parts_of, problem_of
-from trainshort.ops.context.plan import Plan
+from trainshort.ops.context.parts import Fetched, Part, buffers_of, parts_of, problem_of
+from trainshort.ops.context.plan import Places, Plan
 from trainshort.ops.context.transport import Gather, ProcessGroup, Protocol, Simulated, Start, Wait
-from trainshort.ops.decay import DecayBias
 from trainshort.ops.dispatch import backend_of
-from trainshort.ops.problem import Problem
 
 
 class Computed(NamedTuple):
     """One attention call, as its backward pass needs it."""
 
     part: Part
-    lanes: Lanes
     arguments: tuple[Any, ...]  # of the operator
     results: tuple[Tensor, Tensor, Tensor]  # output, log-sum-exp, windows
 
@@ -53,182 +48,146 @@ def _operators(plan: Plan) -> tuple[Any, Any]:
 def forward(plan: Plan) -> Protocol:
     """Returns the output of a rank's rows, and what the backward pass needs."""
     q, k, v = (tensor.detach() for tensor in (plan.problem.q, plan.problem.k, plan.problem.v))
-    levels, me = own_levels(plan), plan.spans.rank
+    levels = own_levels(plan)
     width = 0 if levels is None else levels.shape[2]
-    others = [rank for rank in range(len(plan.spans.lengths)) if rank != me]
     nothing = torch.empty(0, dtype=torch.uint8, device=q.device)
-    send, receive = [nothing] * (len(others) + 1), [0] * (len(others) + 1)
-    wanted: dict[int, Places] = {}
-    for rank in others:
-        send[rank] = message(levels, k, v, places_of(plan, me, rank))
-        wanted[rank] = places_of(plan, rank, me)
-        receive[rank] = message_size(wanted[rank].size, width, k)
-    started = yield Start(send, receive, "keys")
+    send = [message(levels, k, v, places) if places.size else nothing for places in plan.traffic.asked]
+    started = yield Start(send, [message_size(places.size, width, k) for places in plan.traffic.wanted], "keys")
     own, joined = parts_of(plan)
-    out = torch.empty_like(q)
-    computed = [_compute(plan, part, (q, k, v), {}, out) for part in own]
+    computed = [_compute(plan, part, (q, k, v), {}) for part in own]
     received = yield Wait(started)
     fetched = {}
-    for rank, places in wanted.items():
+    for rank, places in enumerate(plan.traffic.wanted):
         if places.size:
-            index = (places.rows, places.heads, places.keys + plan.spans.starts[rank])
-            fetched[rank] = Fetched(index, *read_message(received[rank], places.size, width, k))
-    computed += [_compute(plan, part, (q, k, v), fetched, out) for part in joined]
-    return out, [each for part in computed for each in part]
+            in_all = places._replace(keys=places.keys + plan.spans.starts[rank])
+            fetched[rank] = Fetched(in_all, *read_message(received[rank], places.size, width, k))
+    computed += [_compute(plan, part, (q, k, v), fetched) for part in joined]
+    return _rows_together(q, [(each.part.rows, each.results[0]) for each in computed]), computed
 
 
-def _compute(
-    plan: Plan,
-    part: Part,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    fetched: dict[int, Fetched],
-    out: Tensor,
-) -> list[Computed]:
+def _rows_together(like: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """What parts found for their rows, [B, H, T, D]."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = torch.empty_like(like)
+    for rows, found in parts:
+        total[:, :, rows] = found
+    return total
+
+
+def _compute(plan: Plan, part: Part, inputs: tuple[Tensor, Tensor, Tensor], fetched: dict[int, Fetched]) -> Computed:
     q, k, v = inputs
-    buffers: Buffers = buffers_of(plan, part, k, v, fetched)
     operator, _ = _operators(plan)
-    found = []
-    for lanes in lanes_of(plan, part):
-        arguments = operators.pack(problem_of(plan, part, lanes, q, buffers))
-        results = operator(*arguments)
-        lanes.put_queries(out[:, :, part.rows], results[0])
-        found.append(Computed(part, lanes, arguments, results))
-    return found
+    arguments = operators.pack(problem_of(plan, part, q, buffers_of(plan, part, k, v, fetched)))
+    return Computed(part, arguments, operator(*arguments))
 
 
 @dataclass
 class Gradients:
     """Of one rank's inputs, while they are added up."""
 
-    q: Tensor
-    k: Tensor  # in the dtype of the arithmetic
-    v: Tensor
-    levels: Tensor | None  # of running sums of gates, float64 [B, Hkv, L, T]
-    bias: dict[str, Tensor]  # of the learned tensors that all rows share
+    q: list[tuple[slice, Tensor]] = field(default_factory=list)  # of the rows of each part
+    k: list[tuple[slice, Tensor]] = field(default_factory=list)  # of the keys of each part that are the rank's own
+    v: list[tuple[slice, Tensor]] = field(default_factory=list)
+    levels: Tensor | None = None  # of running sums of gates, float64 [B, Hkv, L, T]
+    bias: dict[str, Tensor] = field(default_factory=dict)  # of the learned tensors that all rows share
 
 
 def backward(plan: Plan, computed: Sequence[Computed], grad: Tensor, want_bias: bool) -> Protocol:
     """Returns the gradients of q, k, v and the learned tensors of a rank's bias (`learned_of`)."""
-    problem = plan.problem
-    k, me, size = problem.k, plan.spans.rank, len(plan.spans.lengths)
+    k = plan.problem.k
     wants_levels = want_bias and bool(plan.levels.gates)
     width = sum(gates.sums.shape[1] // k.shape[1] for gates in plan.levels.gates) if wants_levels else 0
-    total = _zeros(problem, width)
-    nothing = torch.empty(0, dtype=torch.uint8, device=k.device)
-    send, receive = [nothing] * size, [0] * size
-    by_part = itertools.groupby(computed, key=lambda each: each.part)
-    parts = [(part, list(calls)) for part, calls in by_part]
-    for part, calls in parts:
-        if part.ranks(plan):
-            for rank, data in _messages(plan, part, *_differentiate(plan, calls, grad, want_bias, total)):
+    total = Gradients()
+    if width:
+        total.levels = torch.zeros((*k.shape[:2], width, k.shape[2]), dtype=torch.float64, device=k.device)
+    send = [torch.empty(0, dtype=torch.uint8, device=k.device)] * len(plan.spans.lengths)
+    for each in computed:
+        if each.part.ranks(plan):
+            for rank, data in _messages(plan, each.part, *_differentiate(plan, each, grad, want_bias, total)):
                 send[rank] = data
-    for rank in range(size):
-        if rank != me:
-            receive[rank] = message_size(places_of(plan, me, rank).size, width, k)
-    started = yield Start(send, receive, "gradients")
-    for part, calls in parts:
-        if not part.ranks(plan):
-            _differentiate(plan, calls, grad, want_bias, total)
+    started = yield Start(send, [message_size(places.size, width, k) for places in plan.traffic.asked], "gradients")
+    for each in computed:
+        if not each.part.ranks(plan):
+            _differentiate(plan, each, grad, want_bias, total)
     received = yield Wait(started)
-    for rank in range(size):
-        if receive[rank]:
-            _add_message(total, places_of(plan, me, rank), received[rank], width, k)
-    if wants_levels:
-        yield from _carry_to_earlier_ranks(plan, total)
-    return total.q, total.k.to(k.dtype), total.v.to(k.dtype), *_learned(plan, total, want_bias)
-
-
-def _zeros(problem: Problem, width: int) -> Gradients:
-    k = problem.k
-    dk, dv = (torch.zeros(k.shape, dtype=problem.accumulate_dtype, device=k.device) for _ in range(2))
-    levels = torch.zeros((*k.shape[:2], width, k.shape[2]), dtype=torch.float64, device=k.device) if width else None
-    return Gradients(torch.empty(problem.q.shape, dtype=k.dtype, device=k.device), dk, dv, levels, {})
+    dk, dv = _keys_together(k, total.k), _keys_together(k, total.v)
+    for places, data in zip(plan.traffic.asked, received, strict=True):
+        if places.size:
+            _add_message((dk, dv, total.levels), places, read_message(data, places.size, width, k))
+    if total.levels is not None:
+        yield from _carry_to_earlier_ranks(plan, total.levels)
+    return _rows_together(plan.problem.q, total.q), dk, dv, *_learned(plan, total, want_bias)
 
 
 def _differentiate(
-    plan: Plan, calls: Sequence[Computed], grad: Tensor, want_bias: bool, total: Gradients
+    plan: Plan, each: Computed, grad: Tensor, want_bias: bool, total: Gradients
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Add the gradients of one part to those of the rank. Returns those of all its keys: [B, Hkv, keys, D], and of
     their levels."""
-    part, k = calls[0].part, plan.problem.k
-    keys = part.end - part.first
+    part = each.part
     _, operator = _operators(plan)
-    dk, dv = (torch.empty((*k.shape[:2], keys, k.shape[3]), dtype=k.dtype, device=k.device) for _ in range(2))
-    levels = None
-    if total.levels is not None:
-        levels = torch.zeros((*total.levels.shape[:3], keys), dtype=torch.float64, device=k.device)
-    for each in calls:
-        lanes = each.lanes
-        own_grad = lanes.queries(grad[:, :, part.rows]).contiguous()
-        found = operator(own_grad, None, *each.results, want_bias, *each.arguments)
-        gradients = dict(zip(operators.GRADIENTS, found, strict=True))
-        lanes.put_queries(total.q[:, :, part.rows], gradients["q"])
-        lanes.put_keys(dk, gradients["k"])
-        lanes.put_keys(dv, gradients["v"])
-        if levels is not None:
-            sides = [gradients[name] for name in ("gate_sums", "ahead_sums") if gradients[name].numel()]
-            for target, sums in zip(levels.split(lanes.group, dim=2), sides, strict=False):
-                _add_levels(target, lanes, sums)
-        elif want_bias:
-            _add_bias(plan, lanes, gradients, total)
+    found = operator(grad[:, :, part.rows], None, *each.results, want_bias, *each.arguments)
+    gradients = dict(zip(operators.GRADIENTS, found, strict=True))
+    total.q.append((part.rows, gradients["q"]))
     own, before = part.own(plan), part.before(plan)
     place = slice(before, before + own.stop - own.start)
-    total.k[:, :, own] += dk[:, :, place]
-    total.v[:, :, own] += dv[:, :, place]
-    if total.levels is not None and levels is not None:
+    levels = None
+    if total.levels is not None:
+        sides = [gradients[name] for name in ("gate_sums", "ahead_sums") if gradients[name].numel()]
+        levels = torch.cat([sums.unflatten(1, (plan.problem.k.shape[1], -1)) for sums in sides], dim=2)
         total.levels[..., own] += levels[..., place]
-    return dk, dv, levels
+    elif want_bias:
+        _add_bias(plan, gradients, total)
+    total.k.append((own, gradients["k"][:, :, place]))
+    total.v.append((own, gradients["v"][:, :, place]))
+    return gradients["k"], gradients["v"], levels
 
 
-def _add_levels(levels: Tensor, lanes: Lanes, sums: Tensor) -> None:
-    """levels: [B, Hkv, G, keys]; sums: as the call has them."""
-    if lanes.folded:
-        levels[:, lanes.key_heads] += sums.unflatten(0, (lanes.batch, -1))
-    else:
-        levels += sums.unflatten(1, (-1, lanes.group))
+def _keys_together(like: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """The sum of what parts found for keys of the span, [B, Hkv, T, D]. One that has all of them, if any, is written
+    to, so that only what they share is added."""
+    whole = [index for index, (_, found) in enumerate(parts) if found.shape[2] == like.shape[2]]
+    total = parts[whole[0]][1] if whole else torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    for index, (own, found) in enumerate(parts):
+        if index not in whole[:1]:
+            total[:, :, own] += found
+    return total
 
 
-def _add_bias(plan: Plan, lanes: Lanes, gradients: dict[str, Tensor], total: Gradients) -> None:
+def _add_bias(plan: Plan, gradients: dict[str, Tensor], total: Gradients) -> None:
     bias = plan.problem.bias
     for name in () if bias is None else bias.learned:
-        tensor = getattr(bias, name)
-        if tensor is None or name not in gradients:
-            continue
-        found = gradients[name]
-        if lanes.folded and isinstance(bias, (LinearBias, DecayBias)):
-            by_row = torch.zeros((lanes.batch, tensor.shape[-1]), dtype=torch.float64, device=tensor.device)
-            lanes.put_queries(by_row, found.double())
-            found = by_row if tensor.dim() == 2 else by_row.sum(0)
-        total.bias[name] = found.double() + total.bias.get(name, 0.0)
+        if getattr(bias, name) is not None and name in gradients:
+            total.bias[name] = gradients[name].double() + total.bias.get(name, 0.0)
 
 
 def _messages(plan: Plan, part: Part, dk: Tensor, dv: Tensor, levels: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """Gradients of fetched keys, for the ranks that own them."""
     for rank in part.ranks(plan):
-        places = places_of(plan, rank, plan.spans.rank)
+        places = plan.traffic.wanted[rank]
         if places.size:
             shift = plan.spans.starts[rank] - part.first
             yield rank, message(levels, dk, dv, places._replace(keys=places.keys + shift))
 
 
-def _add_message(total: Gradients, places: Places, data: Tensor, width: int, like: Tensor) -> None:
+def _add_message(
+    totals: tuple[Tensor, Tensor, Tensor | None], places: Places, found: tuple[Tensor | None, Tensor, Tensor]
+) -> None:
     """Keys of a message are different ones, so that adding them needs no order."""
-    levels, dk, dv = read_message(data, places.size, width, like)
-    index = (places.rows, places.heads, places.keys)
-    for target, found in ((total.k, dk), (total.v, dv)):
-        target[index] = target[index] + found.to(target.dtype)
-    if total.levels is not None and levels is not None:
-        view = total.levels.movedim(2, 3)
-        view[index] = view[index] + levels
+    dk, dv, levels = totals
+    for target, own in ((dk, found[1]), (dv, found[2])):
+        target[places] = target[places] + own
+    if levels is not None and found[0] is not None:
+        view = levels.movedim(2, 3)
+        view[places] = view[places] + found[0]
 
 
-def _carry_to_earlier_ranks(plan: Plan, total: Gradients) -> Protocol:
+def _carry_to_earlier_ranks(plan: Plan, levels: Tensor) -> Protocol:
     """A gate acts on all sums from its token on, those of later ranks too: d ln f_t is the sum of dc_u over u >= t.
 
     The gradient of the running sums in a span gets what later ranks sum to, at its last token.
     """
-    levels = total.levels
-    assert levels is not None
     gathered = yield Gather([levels.sum(-1)])
     later = torch.stack([own for (own,) in gathered])[plan.spans.rank + 1 :].sum(0)
     if levels.shape[-1]:

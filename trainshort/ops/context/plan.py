@@ -11,19 +11,64 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainshort.ops.bias import LinearBias
 from trainshort.ops.context import bounds as bounds_module
-from trainshort.ops.context.bounds import Bounds, Rows, Run, edges_of, tail_table
+from trainshort.ops.context.bounds import Bounds, Found, Rows, Run, edges_of
 from trainshort.ops.context.call import Call, Spans, agree
-from trainshort.ops.context.levels import Known, Levels, join_levels, known_of, make_gates
+from trainshort.ops.context.levels import Gates, Levels, join_levels, known_of, make_gates
 from trainshort.ops.context.transport import Gather, Protocol
 from trainshort.ops.decay import DecayBias, pick
+from trainshort.ops.near import NEAR
 from trainshort.ops.problem import BLOCK, Problem
-from trainshort.ops.windows import rounding_of_sums
+from trainshort.ops.windows import HUGE, rounding_of_sums
+
+
+class Places(NamedTuple):
+    """Keys of one rank that another needs: row of the batch, key head, and place in the owner's span; int64 [n]."""
+
+    rows: Tensor
+    heads: Tensor
+    keys: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[0]
+
+
+class Traffic(NamedTuple):
+    """By rank: the keys that this one needs of it, and those of this one that it needs."""
+
+    wanted: list[Places]
+    asked: list[Places]
+
+
+def traffic_of(spans: Spans, windows: Tensor, device: torch.device) -> Traffic:
+    """Reader and owner list the same keys in the same order, so that no index is sent. windows: of every rank, on the
+    CPU, [ranks, B, Hkv, 2]."""
+    me, size, kv_heads = spans.rank, len(spans.lengths), windows.shape[2]
+    starts = torch.tensor(spans.starts)[:, None]
+    ends = starts + torch.tensor(spans.lengths)[:, None]
+    first, end = windows.flatten(1, 2).unbind(-1)  # [ranks, B * Hkv]
+    wanted = torch.maximum(first[me], starts) - starts, torch.minimum(end[me], ends) - starts
+    asked = first.clamp_min(spans.start) - spans.start, end.clamp_max(spans.end) - spans.start
+    first, end = (torch.cat(both) for both in zip(wanted, asked, strict=True))  # [2 * ranks, B * Hkv]
+    count = (end - first).clamp_min(0)
+    count[[me, size + me]] = 0
+    sizes, count = count.sum(1).tolist(), count.flatten()
+    shift = first.flatten() - (count.cumsum(0) - count)  # from the place in the list to that among the keys
+    row = torch.arange(windows.shape[1]).repeat_interleave(kv_heads).repeat(2 * size)
+    head = torch.arange(kv_heads).repeat(2 * size * windows.shape[1])
+    count, *lanes = torch.stack((count, shift, row, head)).to(device)
+    total = sum(sizes)
+    shift, rows, heads = torch.stack(lanes).repeat_interleave(count, dim=1, output_size=total)
+    keys = shift + torch.arange(total, device=device)
+    listed = [Places(*each) for each in zip(*(index.split(sizes) for index in (rows, heads, keys)), strict=True)]
+    return Traffic(listed[:size], listed[size:])
 
 
 @dataclass
@@ -34,8 +79,11 @@ class Plan:
     spans: Spans
     levels: Levels
     certified: bool  # whether windows were sought; else everything in sight is fetched
+    tolerance: float  # for what is fetched, or the rank's own, and not visited
     real: tuple[Tensor, Tensor]  # first and one-past-last key that is no padding, int64 [B] each
+    center: Tensor | None  # that bounds of keys were counted from, [B, Hkv, D]
     windows: Tensor  # of every rank, on the CPU: int64 [ranks, B, Hkv, 2]
+    traffic: Traffic
     front: int  # the first rows of the span that need keys of earlier ranks,
     back: int  # and the last that need keys of later ones: numbers of rows
     documents: list[int] | None  # borders of documents inside the span, counted from its start
@@ -53,60 +101,72 @@ def make_plan(rank: int, make: Callable[[], Call], device: torch.device) -> Prot
     gates = make_gates(call, spans)
     certified = problem.may_skip and isinstance(problem.bias, (LinearBias, DecayBias))
     certified = certified and spans.total > 0 and problem.q.shape[0] > 0
-    told = _told(call, known_of(call, gates), certified)
-    gathered = yield Gather(told)
-    totals, borders, times, runs, *others = (torch.stack(each) for each in zip(*gathered, strict=True))
-    levels = join_levels(call, spans, gates, Known(totals, borders, times))
-    real = _real_keys(spans, runs)
+    told = _told(call, gates, certified)
+    gathered = (yield Gather(list(told.values()))) if told else []
+    of_all = dict(zip(told, (torch.stack(each) for each in zip(*gathered, strict=True)), strict=True))
+    levels = join_levels(call, spans, gates, of_all)
+    real = _real_keys(call, spans, of_all)
     past, future = _runs_in_sight(call, spans, real)
-    found: tuple[Bounds, Tensor, Tensor] | None = None
+    found: Found | None = None
     if certified:
-        samples, largest = others
-        center = bounds_module.center_of(samples, problem.accumulate_dtype)
-        largest = largest.amax(0).clamp_min(bounds_module.SMALLEST)
+        center = bounds_module.center_of(of_all["sample"], problem.q.dtype).to(problem.accumulate_dtype)
+        largest = of_all["largest"].amax(0).clamp_min(bounds_module.SMALLEST)
         blocks = max(-(-length // BLOCK) for length in spans.lengths)
-        gathered = yield Gather(_bounds(problem, levels, center, largest, blocks).tensors())
-        found = Bounds.gathered(gathered), center, largest
-    windows, most, rows = _windows(call, spans, levels, (past, future), found)
-    gathered = yield Gather([windows])
-    on_cpu = torch.stack([own for (own,) in gathered]).cpu()
+        own, means = _bounds(call, levels, center, largest, blocks)
+        gathered = yield Gather(own.tensors())
+        found = Found(Bounds.gathered(gathered), center, largest, means)
+    needed = _windows(call, spans, levels, (past, future), found)
+    batch, _, length, _ = problem.q.shape
+    numbers = needed.numbers(problem.k.shape[1], length)
+    gathered = yield Gather([numbers[: numbers.shape[0] // 2 - 1]])
+    windows = torch.stack([own for (own,) in gathered])
+    on_cpu = torch.cat((windows.flatten(), numbers[windows.shape[1] :])).cpu()
+    windows, most, (front, back) = on_cpu.split([windows.numel(), windows.shape[1], 2])
+    windows = windows.view(len(spans.lengths), 2, batch, -1).movedim(1, 3)
+    most = most.view(2, batch, -1).movedim(0, 2)
+    others = most[..., 0] < most[..., 1] - length  # whether keys of other ranks are in sight
+    # What may be left out is left out twice: half of the tolerance for what is not fetched.
+    halves = 2 if certified and bool(others.any()) else 1
     return Plan(
         call=call,
         spans=spans,
         levels=levels,
         certified=certified,
+        tolerance=problem.tolerance / halves,
         real=real,
-        windows=on_cpu,
-        front=rows[0],
-        back=rows[1],
+        center=None if found is None else found.center,
+        windows=windows,
+        traffic=traffic_of(spans, windows, problem.q.device),
+        front=int(front),
+        back=int(back),
         documents=_documents(call, spans),
-        everything=int(((windows == most).all(-1) & (most[..., 0] < most[..., 1] - spans.lengths[rank])).sum()),
+        everything=int(((windows[rank] == most).all(-1) & others).sum()),
     )
 
 
 @torch.no_grad()
-def _told(call: Call, known: Known, certified: bool) -> list[Tensor]:
+def _told(call: Call, gates: list[Gates], certified: bool) -> dict[str, Tensor]:
+    """What other ranks are told before bounds are."""
     problem = call.problem
-    batch, _, length, _ = problem.q.shape
     mask = problem.key_padding_mask
-    run = torch.zeros((2, batch), dtype=torch.int64, device=problem.q.device)  # first real key, and how many
-    run[1] = length
-    if mask is not None and length:
-        run[0], run[1] = mask.to(torch.int8).argmax(-1), mask.sum(-1)
-    told = [*known, run]
+    told = known_of(call, gates)
+    if mask is not None:
+        first = mask.to(torch.int8).argmax(-1) if mask.shape[1] else mask.sum(-1)
+        told["run"] = torch.stack((first, mask.sum(-1)))  # first real key, and how many: int64 [2, B]
     if certified:
-        norms = bounds_module.query_norms(problem)
-        finite = torch.where(torch.isfinite(norms), norms, 0.0)
-        largest = finite.amax(-1) if length else finite.new_zeros(finite.shape[:2])
-        told += [bounds_module.sample_of(problem), largest]
+        told |= {"sample": bounds_module.sample_of(problem), "largest": bounds_module.largest_query(problem)}
     return told
 
 
 _bounds = torch.no_grad()(bounds_module.bounds_of)
 
 
-def _real_keys(spans: Spans, runs: Tensor) -> tuple[Tensor, Tensor]:
-    """First and one-past-last real key of each row of the batch. runs: [ranks, 2, B]."""
+def _real_keys(call: Call, spans: Spans, of_all: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """First and one-past-last real key of each row of the batch."""
+    if call.problem.key_padding_mask is None:
+        zero = torch.zeros(call.problem.q.shape[0], dtype=torch.int64, device=call.problem.q.device)
+        return zero, zero + spans.total
+    runs = of_all["run"]  # [ranks, 2, B]
     starts = torch.tensor(spans.starts, device=runs.device)[:, None]
     first, count = runs[:, 0], runs[:, 1]
     there = count > 0
@@ -130,10 +190,10 @@ def _runs_in_sight(call: Call, spans: Spans, real: tuple[Tensor, Tensor]) -> tup
             index = bisect.bisect_right(borders, place) - 1
             documents[side] = (borders[index], borders[index + 1])
     first, end = real
-    past, future = (
-        Run(first.clamp_min(low).clamp_max(high), end.clamp_max(high).clamp_min(low), (low, high))
-        for low, high in documents
-    )
+    if call.borders is None:
+        whole = Run(first, end, (0, spans.total))
+        return whole, whole
+    past, future = (Run(first.clamp(low, high), end.clamp(low, high), (low, high)) for low, high in documents)
     return past, future
 
 
@@ -144,156 +204,205 @@ def _documents(call: Call, spans: Spans) -> list[int] | None:
     return sorted(set(inside))
 
 
+class Windows(NamedTuple):
+    """The keys that a rank needs, its own span included, and all in sight: first and one-past-last, [B, H] each; and
+    how many rows at the front and at the back of the span hold all that need keys of others."""
+
+    low: Tensor
+    high: Tensor
+    most_low: Tensor
+    most_high: Tensor
+    behind: Tensor | None = None  # None: all of them
+    ahead: Tensor | None = None
+
+    def numbers(self, kv_heads: int, length: int) -> Tensor:
+        """Keys by key head, [4, B, Hkv], and two numbers of rows: int64 in one row, for one wait."""
+        group = self.low.shape[1] // kv_heads
+        limits = torch.stack(torch.broadcast_tensors(self.low, self.high, self.most_low, self.most_high))
+        if group > 1:
+            limits = limits.unflatten(2, (-1, group))
+            limits = torch.stack((limits[::2].amin(3), limits[1::2].amax(3)), dim=1)
+        rows = [
+            limits.new_full((1,), length) if count is None or not count.numel() else count.flatten().amax(0, True)
+            for count in (self.behind, self.ahead)
+        ]
+        return torch.cat((limits.flatten(), *rows))
+
+
 @torch.no_grad()
-def _windows(
-    call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: tuple[Bounds, Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """The keys that this rank needs, int64 [B, Hkv, 2], its own span included; all in sight, likewise; and how many
-    rows at the front and at the back of the span need keys of others."""
+def _windows(call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: Found | None) -> Windows:
     problem = call.problem
     batch, heads, length, _ = problem.q.shape
     past, future = runs
     low = torch.full((batch, heads), spans.start, dtype=torch.int64, device=problem.q.device)
     high = torch.full_like(low, spans.end)
+    if length == 0:
+        nothing = torch.zeros_like(low)
+        return Windows(low, high, low, high, nothing, nothing)
     most_low, most_high = low, high
-    front = back = 0
-    if length:
-        looks_back, looks_ahead = (
-            torch.tensor([sight != other for sight in problem.sights], device=low.device)
-            for other in ("future", "past")
-        )
-        furthest = past.first[:, None].expand_as(low)
+    sights = set(problem.sights)
+    if sights != {"future"}:
+        furthest = past.first[:, None]
         if levels.border_before is not None:
             furthest = torch.maximum(furthest, levels.border_before)
-        most_low = torch.where(looks_back, torch.minimum(furthest, low), low)
-        furthest = future.end[:, None].expand_as(high)
+        most_low = torch.minimum(furthest, low)
+        if "future" in sights:
+            most_low = torch.where(_looks(problem, "past"), most_low, low)
+    if sights != {"past"}:
+        furthest = future.end[:, None]
         if levels.border_after is not None:
             furthest = torch.minimum(furthest, levels.border_after)
-        most_high = torch.where(looks_ahead, torch.maximum(furthest, high), high)
-        low, high, front, back = most_low, most_high, length, length
-        if found is not None:
-            low, high, front, back = _certified(call, spans, levels, runs, found, (most_low, most_high))
-    group = heads // problem.k.shape[1]
+        most_high = torch.maximum(furthest, high)
+        if "past" in sights:
+            most_high = torch.where(_looks(problem, "future"), most_high, high)
+    most = Windows(most_low, most_high, most_low, most_high)
+    return most if found is None else _certified(call, spans, levels, runs, found, most)
 
-    def of_key_heads(first: Tensor, end: Tensor) -> Tensor:
-        first, end = first.unflatten(1, (-1, group)).amin(2), end.unflatten(1, (-1, group)).amax(2)
-        return torch.stack((first, end), dim=-1)
 
-    return of_key_heads(low, high), of_key_heads(most_low, most_high), (front, back)
+def _looks(problem: Problem, way: str) -> Tensor:
+    """Which heads look to the past or to the future, bool [H]."""
+    return torch.tensor([sight in (way, "both") for sight in problem.sights], device=problem.q.device)
 
 
 def _certified(
-    call: Call,
-    spans: Spans,
-    levels: Levels,
-    runs: tuple[Run, Run],
-    found: tuple[Bounds, Tensor, Tensor],
-    most: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, int, int]:
-    """The keys that are needed of both sides, [B, H] each, and the numbers of rows that need some."""
-    problem, (bounds, center, largest) = call.problem, found
+    call: Call, spans: Spans, levels: Levels, runs: tuple[Run, Run], found: Found, most: Windows
+) -> Windows:
+    problem = call.problem
     length = problem.q.shape[2]
     past, future = runs
     front = slice(0, min(past.document[1] - spans.start, length))
     last = slice(max(future.document[0] - spans.start, 0), length)
-    sides = torch.tensor([1 + (sight == "both") for sight in problem.sights], device=problem.q.device)
-    budget = torch.log(problem.tolerance / 2 / sides.double())[None, :, None]  # [1, H, 1]
-    rows = bounds_module.rows_of(call, spans, levels, bounds, center, front, past)
-    needed, behind = _needed_behind(spans, levels, bounds, rows, largest, budget, past)
-    low = torch.maximum(torch.where(behind.any(-1), needed, spans.start), most[0])
-    count = _rows_of(behind & (most[0] < spans.start)[..., None])
-    if problem.causal:
-        return low, most[1], count, 0
-    if last != front:
-        rows = bounds_module.rows_of(call, spans, levels, bounds, center, last, future)
-    needed, ahead = _needed_ahead(spans, levels, bounds, rows, largest, budget, future)
-    high = torch.minimum(torch.where(ahead.any(-1), needed, spans.end), most[1])
-    return low, high, count, _rows_of(ahead.flip(-1) & (most[1] > spans.end)[..., None])
+    behind = ahead = torch.zeros_like(most.low)
+    rows: Rows | None = None
+    if any(spans.lengths[: spans.rank]):
+        before = bounds_module.tiles_before(spans, past)
+        if found.means is not None and before is not None:
+            needed, behind = _needed_by_kernel(call, spans, levels, found, front.stop, before)
+        else:
+            rows = bounds_module.rows_of(call, spans, levels, found, front, past)
+            needed, behind = _needed(spans, levels, found, rows, past, ahead=False)
+        most = most._replace(low=torch.maximum(needed, most.most_low))
+        behind = behind * (most.most_low < spans.start)
+    if not problem.causal and any(spans.lengths[spans.rank + 1 :]):
+        if rows is None or last != front:
+            rows = bounds_module.rows_of(call, spans, levels, found, last, future)
+        needed, ahead = _needed(spans, levels, found, rows, future, ahead=True)
+        most = most._replace(high=torch.minimum(needed, most.most_high))
+        ahead = ahead * (most.most_high > spans.end)
+    return most._replace(behind=behind, ahead=ahead)
 
 
-def _rows_of(needs: Tensor) -> int:
-    """How many rows it takes to hold all that need something: bool [B, H, rows]."""
-    places = torch.arange(1, needs.shape[-1] + 1, device=needs.device)
-    return int((needs * places).amax())
-
-
-def _needed_behind(
-    spans: Spans, levels: Levels, bounds: Bounds, rows: Rows, largest: Tensor, budget: Tensor, run: Run
-) -> tuple[Tensor, Tensor]:
-    """The first key that is needed of earlier ranks, int64 [B, H], and which rows need any, bool [B, H, rows]."""
-    ranks = range(spans.rank)
-    tails = _Tails(spans, levels, bounds, ranks, side=0)
-    place = rows.first + torch.arange(rows.problem.q.shape[2], device=largest.device) + spans.start
-    sees = (place >= run.first[:, None]) & (run.end > run.first)[:, None]
-    skipped, needs = _skipped(tails, levels, rows, largest, budget, sees, ahead=False)
-    first = torch.cat((tails.first, tails.first.new_full((1,), spans.start)))[skipped]
-    return first, needs
-
-
-def _needed_ahead(
-    spans: Spans, levels: Levels, bounds: Bounds, rows: Rows, largest: Tensor, budget: Tensor, run: Run
-) -> tuple[Tensor, Tensor]:
-    """One past the last key that is needed of later ranks, and which rows need any."""
-    ranks = range(len(spans.lengths) - 1, spans.rank, -1)
-    tails = _Tails(spans, levels, bounds, ranks, side=1)
-    place = rows.first + torch.arange(rows.problem.q.shape[2], device=largest.device) + spans.start
-    sees = (place < run.end[:, None]) & (run.end > run.first)[:, None]
-    skipped, needs = _skipped(tails, levels, rows, largest, budget, sees, ahead=True)
-    end = torch.cat((tails.end, tails.end.new_full((1,), spans.end)))[skipped]
-    return end, needs
-
-
-class _Tails:
-    """The blocks of other ranks on one side, from the furthest to the nearest."""
-
-    def __init__(self, spans: Spans, levels: Levels, bounds: Bounds, ranks: range, side: int) -> None:
-        order = slice(None) if side == 0 else slice(None, None, -1)
-        device = bounds.height.device
-        first: list[int] = []
-        end: list[int] = []
-        zero, most, height = ([bounds.height.new_zeros((*bounds.height.shape[2:4], 0))] for _ in range(3))
-        for rank in ranks:
-            length, start = spans.lengths[rank], spans.starts[rank]
-            own = range(-(-length // BLOCK))[order]
-            first += [start + block * BLOCK for block in own]
-            end += [start + min(length, (block + 1) * BLOCK) for block in own]
-            index = torch.tensor(list(own), dtype=torch.int64, device=device)
-            zero.append(bounds.at_zero[rank, side][..., index].double())
-            most.append(bounds.at_most[rank, side][..., index].double())
-            # Counted from the start of this rank's own span, so that numbers stay small.
-            base = (levels.bases[side][rank] - levels.bases[side][spans.rank])[..., None]
-            height.append(bounds.height[rank, side][..., index] + base)
-        self.first = torch.tensor(first, dtype=torch.int64, device=device)
-        self.end = torch.tensor(end, dtype=torch.int64, device=device)
-        self.zero, self.most, self.height = (torch.cat(each, dim=-1) for each in (zero, most, height))
-
-
-def _skipped(
-    tails: _Tails, levels: Levels, rows: Rows, largest: Tensor, budget: Tensor, sees: Tensor, ahead: bool
-) -> tuple[Tensor, Tensor]:
-    """How many of the furthest blocks all rows may skip, int64 [B, H], and which rows may not skip all of them."""
-    blocks = tails.zero.shape[-1]
-    skip = torch.full(largest.shape, blocks, dtype=torch.int64, device=largest.device)
-    needs = torch.zeros_like(rows.near, dtype=torch.bool)
-    if blocks == 0:
-        return skip, needs
+def _needed(spans: Spans, levels: Levels, found: Found, rows: Rows, run: Run, ahead: bool) -> tuple[Tensor, Tensor]:
+    """The first key that is needed of earlier ranks (ahead: one past the last of later ones), and how many rows it
+    takes to hold all that need any, from the span's start (ahead: its end): int64 [B, H] each."""
+    tails = Tails(spans, levels, found.bounds, ahead)
+    place = spans.start + rows.first + torch.arange(rows.near.shape[2], device=rows.near.device)
+    sees = place < run.end[:, None] if ahead else place >= run.first[:, None]
     height = _query_heights(levels, rows, ahead)
-    rounding = rounding_of_sums(height.abs() + tails.height.abs().amax(-1, keepdim=True), blocks)
-    threshold = budget + height - rounding + rows.near
-    unknown = ~torch.isfinite(rows.near) | ~torch.isfinite(threshold)
-    threshold = threshold.masked_fill(unknown, math.inf)
-    below = None
-    for edge in edges_of(rows.norms).unbind(-1):
-        x = edge[..., None]  # [B, H, 1]
-        mine = rows.norms <= x if below is None else (rows.norms > below) & (rows.norms <= x)
-        own = threshold.masked_fill(~mine, math.inf)
-        table = tail_table(tails.zero, tails.most, tails.height, x / largest[..., None])
-        count = torch.searchsorted(table, own.amin(-1, keepdim=True), right=True)[..., 0]
-        skip = torch.minimum(skip, count)
-        needs = needs | (own < table[..., -1:])
-        below = x
-    stuck = unknown & sees[:, None]
-    return skip.masked_fill(stuck.any(-1), 0), needs | stuck
+    x, reach = _by_tile(rows, rows.near + height, sees & (run.end > run.first)[:, None])
+    largest_height = height.abs().amax(-1, keepdim=True) + tails.height.abs().amax(-1, keepdim=True)
+    threshold = _budget(rows.problem) + reach - rounding_of_sums(largest_height, tails.height.shape[-1])
+    stuck = torch.isneginf(threshold) | torch.isnan(threshold)
+    threshold = threshold.masked_fill(stuck, math.inf)
+    edges = edges_of(x)  # [B, H, G]
+    table = tails.table(edges, found)  # [B, H, G, blocks]
+    mine = x[:, :, None] <= edges[..., None]
+    mine[:, :, 1:] &= x[:, :, None] > edges[:, :, :-1, None]
+    own = torch.where(mine, threshold[:, :, None], math.inf)  # [B, H, G, tiles]
+    skip = torch.searchsorted(table, own.amin(-1, keepdim=True), right=True).amin((2, 3))
+    needs = (own < table[..., -1:]).any(2) | stuck
+    needs = needs.flip(-1) if ahead else needs
+    count = torch.arange(NEAR, NEAR * needs.shape[-1] + 1, NEAR, device=needs.device)
+    return tails.keys[skip.masked_fill(stuck.any(-1), 0)], (needs * count).amax(-1)
+
+
+def _needed_by_kernel(
+    call: Call, spans: Spans, levels: Levels, found: Found, rows: int, before: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The same of earlier ranks. rows: the first of the span; before: as `tiles_before` says."""
+    from trainshort.ops.triton import borders
+
+    assert found.means is not None
+    problem, bounds = call.problem, found.bounds
+    rank, tiles = before
+    means = torch.cat((bounds.means[rank], found.means), dim=2)
+    slopes = problem.linear.slopes
+    x, least = borders.queries(problem.q[:, :, :rows], means, tiles, found.center, slopes, problem.scale)
+    bases = levels.bases[0] - levels.bases[0][spans.rank]
+    others = borders.Others(
+        bounds.at_zero, bounds.at_most, bounds.height, bounds.longest, bases, spans.rank, spans.total,
+        math.log(problem.tolerance / 2),
+    )  # fmt: skip
+    skip, count = borders.needed(x, least, others, found.center, found.largest, slopes)
+    return _keys_of_blocks(spans, bounds, ahead=False)[skip], count
+
+
+def _budget(problem: Problem) -> Tensor | float:
+    """ln of what may be left out on one side, for each head: [H, 1]."""
+    if problem.causal:
+        return math.log(problem.tolerance / 2)
+    sides = torch.tensor([1 + (sight == "both") for sight in problem.sights], device=problem.q.device)
+    return torch.log(problem.tolerance / 2 / sides.double())[:, None]
+
+
+class Tails:
+    """The blocks of other ranks on one side, from the furthest to the nearest: [B, H, blocks] each."""
+
+    def __init__(self, spans: Spans, levels: Levels, bounds: Bounds, ahead: bool) -> None:
+        self.keys = _keys_of_blocks(spans, bounds, ahead)
+        ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
+        # Heights are counted from the start of this rank's own span, so that numbers stay small.
+        base, side = levels.bases[ahead], int(ahead)
+        base = (base - base[spans.rank])[..., None]
+        self.zero, self.most, self.height = (
+            _in_a_row(numbers[ranks], ahead)
+            for numbers in (bounds.at_zero[:, side], bounds.at_most[:, side], bounds.height[:, side] + base)
+        )
+
+    def table(self, x: Tensor, found: Found) -> Tensor:
+        """ln of what all blocks up to each can weigh for queries of height 0: [B, H, G, blocks], from the furthest
+        on. x: [B, H, G]."""
+        largest = found.largest[..., None]
+        longest = found.bounds.longest.amax(0).double()
+        longest = longest.repeat_interleave(largest.shape[1] // longest.shape[1], dim=1)[..., None]  # [B, H, 1]
+        share = (x / largest).clamp_max(1.0)[..., None]
+        beyond = ((x - largest).clamp_min(0.0) * longest)[..., None]
+        low, high, heights = (each[:, :, None].double() for each in (self.zero, self.most, self.height))
+        sums = low + share * (high - low) + beyond
+        sums = torch.where(torch.isneginf(low), -HUGE, sums + heights).nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
+        return torch.logcumsumexp(sums, dim=-1)
+
+
+def _keys_of_blocks(spans: Spans, bounds: Bounds, ahead: bool) -> Tensor:
+    """The first key that is needed (ahead: one past the last) when so many of the furthest blocks are left out."""
+    ranks = slice(spans.rank + 1, None) if ahead else slice(0, spans.rank)
+    starts, lengths = (
+        torch.tensor(each[ranks], dtype=torch.int64)[:, None] for each in (spans.starts, spans.lengths)
+    )
+    block = torch.arange(bounds.height.shape[-1])  # of the longest span: others have none in some
+    keys = (starts + torch.minimum((block + int(ahead)) * BLOCK, lengths)).flatten()
+    own = keys.new_tensor([spans.end if ahead else spans.start])
+    return torch.cat((keys.flip(0) if ahead else keys, own)).to(bounds.height.device)
+
+
+def _in_a_row(numbers: Tensor, reverse: bool) -> Tensor:
+    """[ranks, B, H, blocks] -> [B, H, ranks * blocks]"""
+    numbers = numbers.movedim(0, 2).flatten(2)
+    return numbers.flip(-1) if reverse else numbers
+
+
+def _by_tile(rows: Rows, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest x of each tile of NEAR rows, and the least bound: infinite where no row sees any of these keys, and
+    minus that where nothing is known of one that does. reach: [B, H, rows]; sees: [B, rows]."""
+    known = torch.isfinite(reach)
+    reach = torch.where(known, reach, torch.where(sees[:, None], -math.inf, math.inf))
+    x = rows.norms.masked_fill(torch.isposinf(reach), 0.0)
+    missing = -reach.shape[2] % NEAR
+    x, reach = (
+        torch.nn.functional.pad(tensor, (0, missing), value=fill).unflatten(2, (-1, NEAR))
+        for tensor, fill in ((x, 0.0), (reach, math.inf))
+    )
+    return x.amax(-1), reach.amin(-1)
 
 
 def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
@@ -304,8 +413,3 @@ def _query_heights(levels: Levels, rows: Rows, ahead: bool) -> Tensor:
         position = problem.positions()[:, None].double() + rows.first
         return -future * (position + problem.bias.offset) if ahead else past * position
     return pick(levels.heights[ahead], rows.first + problem.bias_positions()[:, None])
-
-
-def inner_tolerance(plan: Plan) -> float:
-    """For what is fetched and not visited."""
-    return plan.problem.tolerance / 2 if plan.certified else plan.problem.tolerance

@@ -84,7 +84,8 @@ class Sent:
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The contents of tensors of one device, one after the other: uint8 [bytes]. Those of large numbers first."""
-    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def from_bytes(data: Tensor, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
