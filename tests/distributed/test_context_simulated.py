@@ -175,6 +175,19 @@ def test_what_stands_in_for_keys_costs_no_more_than_skipping(kind: str, both_sid
     assert float((dv - right[2]).norm(dim=-1).sum()) <= allowed["v"]
 
 
+@pytest.mark.parametrize("both_sides", [False, True])
+def test_outputs_are_means_of_values(both_sides: bool) -> None:
+    """What stands in for keys has such a value too: what all values have in common, all outputs have."""
+    case, spans = hostile("random", 0.3), [256, 200, 57, 255, 256]
+    case.causal = not both_sides
+    windows = [plan.windows[plan.spans.rank, 0] for plan in plans_of(case, spans, 0.3)]
+    assert any(int(window[0, 0]) < int(window[1, 0]) for window in windows), "nothing stands in"
+    out, _ = over_ranks(case, spans, 0.3)
+    case.v = case.v + 1e6
+    moved, _ = over_ranks(case, spans, 0.3)
+    torch.testing.assert_close(moved - 1e6, out, rtol=0.0, atol=1e-8)
+
+
 class Bytes(TorchDispatchMode):
     """How many bytes operations read and write, views apart."""
 

@@ -6,8 +6,9 @@ all rows: two fill a GPU less well.
 
 Heads need different numbers of keys, and attention takes one run of keys for all heads. So fetched keys lie in a
 buffer as long as the longest head needs. Where a head needs fewer, the centre of the keys stands in for those that
-were not fetched, with values of zero: the bound by which they weigh little is one for the centre too, because lengths
-are counted from there. Under gates no query sees these.
+were not fetched: the bound by which they weigh little is one for the centre too, because lengths are counted from
+there. Its value is that of the nearest own key, which all rows see: so results stay among values in sight. Under gates
+no query sees these.
 """
 
 from __future__ import annotations
@@ -114,11 +115,10 @@ def buffers_of(plan: Plan, part: Part, k: Tensor, v: Tensor, fetched: dict[int, 
     k, v = k[:, :, own], v[:, :, own]
     if not before and not after:
         return Buffers(k, v, levels)
-    zero = torch.zeros_like(k[:, :, :1])
-    center = zero if plan.center is None else plan.center[:, :, None].to(k.dtype)
+    center = torch.zeros_like(k[:, :, :1]) if plan.center is None else plan.center[:, :, None].to(k.dtype)
     k, v = (
-        torch.cat([fill.expand(-1, -1, before, -1), tensor, fill.expand(-1, -1, after, -1)], dim=2)
-        for tensor, fill in ((k, center), (v, zero))
+        torch.cat([front.expand(-1, -1, before, -1), tensor, back.expand(-1, -1, after, -1)], dim=2)
+        for front, tensor, back in ((center, k, center), (v[:, :, :1], v, v[:, :, -1:]))
     )
     levels = None if levels is None else F.pad(levels, (before, after), value=math.inf)
     for rank in part.ranks(plan):
