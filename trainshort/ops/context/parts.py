@@ -7,8 +7,8 @@ all rows: two fill a GPU less well.
 Heads need different numbers of keys, and attention takes one run of keys for all heads. So fetched keys lie in a
 buffer as long as the longest head needs. Where a head needs fewer, the centre of the keys stands in for those that
 were not fetched: the bound by which they weigh little is one for the centre too, because lengths are counted from
-there. Its value is that of the nearest own key, which all rows see: so results stay among values in sight. Under gates
-no query sees these.
+there. Its value is that of the nearest own key, which all rows see: so outputs stay means of values in sight. Under
+gates no query sees these.
 """
 
 from __future__ import annotations
