@@ -203,6 +203,13 @@ def cliffs(place: Place) -> torch.Tensor:
     return gates
 
 
+def times_with_a_gap(place: Place) -> torch.Tensor:
+    """Seconds of which those before the 80th count from 0, the others from 1970, in microseconds."""
+    times = torch.arange(place.length)
+    times[80:] += 1_790_000_000_000_000
+    return times
+
+
 FEATURES |= {
     "gates": lambda p: {"bias": "gates"},
     "gates_long": lambda p: {"bias": "gates", "queries": 2 * p.length + 30},
@@ -260,6 +267,10 @@ FEATURES |= {
     "times_with_a_slope_of_zero": lambda p: {
         "bias": "times", "batch": 2, "times": torch.stack((random_times(p.length), 1e6 * random_times(p.length, 1))),
         "slopes": torch.cat((torch.zeros(1), p.steep[1:])) * torch.tensor([1.0] + [1e-6] * (p.heads - 1)),
+    },
+    "times_with_a_gap": lambda p: {
+        "bias": "times", "queries": 100, "query_start": 10, "keys": p.length, "times": times_with_a_gap(p),
+        "slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])[: p.heads],
     },
     "times_packed": lambda p: packed(0, 77, p.length, bias="times"),
     "times_right_padding": lambda p: symmetric(

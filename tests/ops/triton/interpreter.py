@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,47 @@ def shipped_tiles() -> Iterator[None]:
         forget()
         yield
     forget()
+
+
+@contextlib.contextmanager
+def addresses_checked() -> Iterator[None]:
+    """An error where a kernel reads or writes outside of the tensors that it is given."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    call = GridExecutor.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    given: list[tuple[int, int]] = []  # first address, and one past the last
+
+    def call_checked(kernel: Any, *arguments: Any, **named: Any) -> Any:
+        tensors = [getattr(each, "base", each) for each in (*arguments, *named.values())]
+        given[:] = [_extent(each) for each in tensors if isinstance(each, Tensor) and each.numel()]
+        return call(kernel, *arguments, **named)
+
+    def check(pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        for address in np.unique(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.int64)):
+            inside = any(first <= address and address + size <= end for first, end in given)
+            assert inside, f"address {address}, of tensors at {given}"
+
+    def load_checked(builder: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        check(pointers, mask)
+        return load(builder, pointers, mask, *others, **named)
+
+    def store_checked(builder: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        check(pointers, mask)
+        return store(builder, pointers, value, mask, *others, **named)
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", call_checked),
+        mock.patch.object(InterpreterBuilder, "create_masked_load", load_checked),
+        mock.patch.object(InterpreterBuilder, "create_masked_store", store_checked),
+    ):
+        yield
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
 def problem_of(case: Case) -> Problem:

@@ -247,7 +247,7 @@ def query_kernel(
     )  # fmt: skip
     close = n1
     if BIAS == DECAY and CAUSAL:
-        close = tl.where(close_by(LEVELS, n1, start + row + BM, nk), n2, n1)
+        close = tl.where(close_by(LEVELS, n1, n2, nk), n2, n1)
         dq, dpast, dfuture, dtable = _query_range(
             dq, dpast, dfuture, dtable, q, do, delta, lse, K, V, LINE, BUCKETS, LEVELS, AHEAD, FALLS, RESTS,
             FALLS_AHEAD, b, hk, k_base, v_base, stride_kt, stride_vt, nk, nq, start, sees, n1, close, p, lo, hi, ref,

@@ -22,10 +22,10 @@ PROBES = tl.constexpr(32)
 
 @triton.jit
 def probed(LEVELS, level_at, level, found, span, units, rows):
-    """Of every so many-th unit from `found` on, whose last keys are looked at: which there are, and how far above
-    `level` their c lies. By row."""
+    """Of every so many-th unit from `found` on, whose last keys are looked at: which there are, in a span of 0 none,
+    and how far above `level` their c lies. By row."""
     probe = found[:, None] + (tl.arange(0, PROBES) + 1)[None, :] * ((span + PROBES - 1) // PROBES)
-    inside = rows[:, None] & (probe <= units)
+    inside = rows[:, None] & (probe > found[:, None]) & (probe <= units)
     return inside, tl.load(LEVELS + level_at[:, None] + probe * UNIT - 1, mask=inside, other=0.0) - level[:, None]
 
 

@@ -272,7 +272,7 @@ def forward_kernel(
     near_stages: tl.constexpr = min(STAGES, 2) if BIAS == DECAY else STAGES
     close = near0
     if BIAS == DECAY and CAUSAL:
-        close = tl.where(close_by(LEVELS, near0, start + row + BM, nk), near1, near0)
+        close = tl.where(close_by(LEVELS, near0, near1, nk), near1, near0)
         acc, l, row_max, rest, found = _visit(
             acc, l, row_max, rest, found, q, K, V, LINE, LEVELS, AHEAD, FALLS, RESTS, FALLS_AHEAD, b, hk, k_base,
             v_base, stride_kt, stride_vt, nk, nq, start, sees, near0, close, p, lo, hi, ref, anchor, row_term, mp,

@@ -59,8 +59,7 @@ def _falling(counted):
 
 @triton.jit
 def chunks_kernel(
-    GATES, TOTALS, EDGES, stride_b, stride_h, stride_t, H, T, AHEAD: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    GATES, TOTALS, EDGES, stride_b, stride_h, stride_t, H, T, AHEAD: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Of each chunk the sum, and its last closed gate, or its first if AHEAD."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -145,11 +144,11 @@ def running_sums(log_gates: Tensor, ahead: bool) -> tuple[Tensor, Tensor]:
     if log_gates.numel():
         call = _Call(log_gates)
         totals, edges = call.of_chunks(torch.float64), call.of_chunks(torch.int32)
-        given = {"TOTALS": totals, "EDGES": edges, "AHEAD": ahead, "CHUNKS": call.most_chunks}
+        given = {"TOTALS": totals, "EDGES": edges, "AHEAD": ahead, **call.arguments}
         with on_device(log_gates):
             if call.chunks > 1:
-                chunks_kernel[call.grid](**call.arguments, **given)
-            sums_kernel[call.grid](SUMS=sums, BORDERS=borders, **call.arguments, **given)
+                chunks_kernel[call.grid](**given)
+            sums_kernel[call.grid](SUMS=sums, BORDERS=borders, CHUNKS=call.most_chunks, **given)
     return sums, borders
 
 

@@ -281,8 +281,10 @@ def close_bias(LEVELS, FALLS, RESTS, p, first, j, nk):
 
 @triton.jit
 def close_by(LEVELS, first, end, nk):
-    """Whether c falls little from one key to another: see CLOSE."""
-    fallen = tl.load(LEVELS + among_keys(first, nk)) - tl.load(LEVELS + among_keys(end, nk))
+    """Whether c falls little from key `first` to the end of the last unit before `end`, which all are counted from:
+    see CLOSE."""
+    last = unit_end((end - 1) // UNIT * UNIT, nk)
+    fallen = tl.load(LEVELS + among_keys(first, nk)) - tl.load(LEVELS + among_keys(last, nk))
     return tl.abs(fallen) <= MOST_CLOSE
 
 
