@@ -39,6 +39,19 @@ def test_errors_at_4096(name: str) -> None:
         assert torch.equal(tensor, again[key]), f"{key} differs from run to run"
 
 
+@pytest.mark.parametrize("length", [2049, 65536, 300_001])
+def test_sums_of_gates_never_rise(length: int) -> None:
+    """Across chunks too, which two kernels add up, and they are those of torch's own scan."""
+    gates = -torch.rand(3, 4, length, device="cuda").exp().log1p()
+    gates[0, 0, ::977], gates[1, 2, 5::3001], gates[2] = -1e5, -torch.inf, gates[2] * 1e-6
+    bias = ts.DecayBias(gates)
+    assert bias.gate_sums is not None
+    assert bool((bias.gate_sums.diff() <= 0).all())
+    counted = gates.double().masked_fill(gates.isinf(), 0.0)
+    counted[..., 0] = 0.0
+    torch.testing.assert_close(bias.gate_sums, counted.cumsum(-1), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gradient_of_65536_gates(dim: int) -> None:
