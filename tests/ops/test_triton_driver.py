@@ -176,21 +176,25 @@ def test_a_parameter_that_is_not_given_is_an_error(driver: FakeDriver) -> None:
 def test_every_parameter_of_the_kernels_has_a_value() -> None:
     """Of all the kernels there are, by all the features there are: the mapping names each parameter."""
     from trainshort.ops.bias import BucketBias, LinearBias
+    from trainshort.ops.decay import DecayBias
     from trainshort.ops.problem import Problem
     from trainshort.ops.triton import call, config, driver, launch
 
     q = torch.zeros(2, 3, 640, 64, dtype=torch.bfloat16)
     seen = set()
     for causal in (True, False):
-        for bias in (None, LinearBias(torch.ones(3)), BucketBias(torch.zeros(32, 3))):
+        gates = torch.zeros(2, 3, 640)
+        decay = DecayBias(gates) if causal else DecayBias(gates, future=gates)
+        for bias in (None, LinearBias(torch.ones(3)), BucketBias(torch.zeros(32, 3)), decay):
             problem = Problem(q=q, k=q, v=q, bias=bias, causal=causal, scale=1.0, tolerance=0.01)
             described = call.describe(problem)
             about = config.config_for(described.features, q, q, q)
             forward = about.forward_kernels(q, True)
             backward = about.backward_kernels(q, q, q, q, q, bias is not None)
             run = dict.fromkeys((
-                "Q", "K", "V", "OUT", "LSE", "DO", "DLSE", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES", "DTABLE",
-                "TERMS", "TERMS_AHEAD", "ROW_SUMS", "ROW_SUMS_AHEAD", "COLUMN_SUMS", "COLUMN_SUMS_AHEAD",
+                "Q", "K", "V", "OUT", "LSE", "DO", "DLSE", "DELTA", "DQ", "DK", "DV", "DSLOPES", "DFUTURES",
+                "DTABLE", "FALLS", "RESTS", "FALLS_AHEAD", "TERMS", "TERMS_AHEAD", "ROW_SUMS", "ROW_SUMS_AHEAD",
+                "COLUMN_SUMS", "COLUMN_SUMS_AHEAD",
             ))  # fmt: skip
             for kernel in (*forward, *backward):
                 plain = kernel._replace(tiles={})
@@ -200,8 +204,8 @@ def test_every_parameter_of_the_kernels_has_a_value() -> None:
                 assert isinstance(kernel, driver.Kernel)
                 seen.add(kernel.function.fn.__name__)
     assert seen == {
-        "sample_kernel", "bounds_kernel", "largest_kernel", "forward_kernel", "order_kernel", "query_kernel",
-        "key_kernel",
+        "falls_kernel", "sample_kernel", "bounds_kernel", "largest_kernel", "forward_kernel", "order_kernel",
+        "query_kernel", "key_kernel",
     }  # fmt: skip
 
 
